@@ -1,0 +1,661 @@
+//! What a layer must know of a request: [`Call`], the [`CallContext`] that travels with it, its
+//! [`Deadline`] and its [`Effect`]; and [`Tagged`], which makes a `Call` of any request.
+
+use std::{
+    borrow::Cow,
+    cell::Cell,
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Waker},
+    time::Duration,
+};
+
+use serde::Serialize;
+use tokio::time::Instant;
+
+use crate::{error::Attempt, event::Events, write_safety::Fence};
+
+/// A request that the layers of this crate can reason about.
+///
+/// Implement it for an own request type, or wrap a foreign one in [`Tagged`].
+pub trait Call: Sized {
+    /// The method's name, for errors and events. It must not hold arguments or secrets.
+    fn method(&self) -> &str;
+
+    /// The same, to be kept. Cheap where the name is static.
+    fn name(&self) -> Cow<'static, str> {
+        Cow::Owned(self.method().to_owned())
+    }
+
+    /// What the call may do at the server. What is not known to be read-only is [`Effect::Write`].
+    ///
+    /// A stamp in the [context](CallContext::effect) wins over this; the layers look there first.
+    fn effect(&self) -> Effect;
+
+    /// What travels with the call.
+    fn context(&self) -> &CallContext;
+
+    /// What travels with the call.
+    fn context_mut(&mut self) -> &mut CallContext;
+
+    /// A copy for another attempt, or `None` for a request that can be sent only once: such a call is
+    /// never replayed, whatever its effect.
+    fn try_clone(&self) -> Option<Self>;
+
+    /// Gives this call `limit` from now, over all of its attempts; wins over a layer's default.
+    ///
+    /// A limit too large to be an instant counts as [`Deadline::Never`].
+    #[must_use]
+    fn within(mut self, limit: Duration) -> Self {
+        self.context_mut().set_deadline(Deadline::within(limit));
+        self
+    }
+
+    /// Sets the deadline of this call; wins over a layer's default.
+    #[must_use]
+    fn deadline(mut self, deadline: Deadline) -> Self {
+        self.context_mut().set_deadline(deadline);
+        self
+    }
+
+    /// Stamps the call with an effect, as the caller's own word.
+    #[must_use]
+    #[expect(clippy::wrong_self_convention, reason = "reads as what it says: this call as a read")]
+    fn as_effect(mut self, effect: Effect) -> Self {
+        self.context_mut().stamp(effect, Basis::Caller);
+        self
+    }
+
+    /// Says that this call changes nothing at the server, so that it may be repeated.
+    #[must_use]
+    fn read_only(self) -> Self {
+        self.as_effect(Effect::ReadOnly)
+    }
+}
+
+/// What a call may do at the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Effect {
+    /// It changes nothing: a repetition does no harm.
+    ReadOnly,
+    /// A write that the server applies once, however often it arrives. Treated as a write: another
+    /// writer's change may lie between two copies.
+    Idempotent,
+    /// Everything else, and everything that nobody classified.
+    Write,
+}
+
+impl Effect {
+    /// Whether the call may change something: everything but [`Effect::ReadOnly`].
+    pub const fn is_write(self) -> bool {
+        !matches!(self, Effect::ReadOnly)
+    }
+}
+
+/// Who said what effect a call has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Basis {
+    /// Nobody: the request type's own default.
+    #[default]
+    Default,
+    /// The protocol defines the method so.
+    Protocol,
+    /// The caller said so, per call or by a rule.
+    Caller,
+    /// The server's annotation, which the caller declared to be trusted.
+    TrustedAnnotation,
+}
+
+/// Until when a call may take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Deadline {
+    /// The layer's default.
+    #[default]
+    Inherit,
+    /// No limit.
+    Never,
+    /// This instant of tokio's clock, absolute, over all attempts.
+    At(Instant),
+}
+
+impl Deadline {
+    /// The deadline that lies `limit` from now; [`Deadline::Never`] where no instant is that far away.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use goaround::Deadline;
+    ///
+    /// assert!(matches!(Deadline::within(Duration::from_secs(1)), Deadline::At(_)));
+    /// assert_eq!(Deadline::within(Duration::MAX), Deadline::Never);
+    /// ```
+    pub fn within(limit: Duration) -> Self {
+        Self::after(Instant::now(), limit)
+    }
+
+    /// The deadline that lies `limit` after `start`.
+    pub(crate) fn after(start: Instant, limit: Duration) -> Self {
+        start.checked_add(limit).map_or(Deadline::Never, Deadline::At)
+    }
+
+    /// The instant, where there is one.
+    pub const fn instant(self) -> Option<Instant> {
+        match self {
+            Deadline::At(at) => Some(at),
+            Deadline::Inherit | Deadline::Never => None,
+        }
+    }
+
+    /// Whether `now` is at or past the deadline.
+    pub(crate) fn is_past(self, now: Instant) -> bool {
+        self.instant().is_some_and(|at| now >= at)
+    }
+
+    /// Whether a wait from `now` of length `wait` ends before the deadline.
+    pub(crate) fn allows(self, now: Instant, wait: Duration) -> bool {
+        self.instant().is_none_or(|at| now.checked_add(wait).is_some_and(|end| end < at))
+    }
+
+    /// What is left at `now`; `None` where there is no limit.
+    pub(crate) fn left(self, now: Instant) -> Option<Duration> {
+        self.instant().map(|at| at.saturating_duration_since(now))
+    }
+}
+
+/// Names one logical call, the same over all of its attempts: the number of the clone (or thread) that
+/// made it, and that one's own sequence, so that naming a call costs no shared counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+pub struct CallId {
+    source: u64,
+    sequence: u64,
+}
+
+impl fmt::Display for CallId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.source, self.sequence)
+    }
+}
+
+/// What travels down by value with a request: who it is, how long it may take, what it may do.
+///
+/// A clone of a context is that of a new call: it keeps deadline and effect, and neither the id nor what
+/// the layers noted.
+#[derive(Debug, Default)]
+pub struct CallContext {
+    id: Option<CallId>,
+    deadline: Deadline,
+    /// Whether a layer resolved `deadline` from its default, so that a nested one may shorten it.
+    pub(crate) by_default: bool,
+    /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
+    pub(crate) entered: bool,
+    effect: Option<(Effect, Basis)>,
+    attempt_until: Option<Instant>,
+    activity: Option<Arc<Activity>>,
+    pub(crate) trail: Option<Arc<Trail>>,
+    pub(crate) events: Events,
+}
+
+impl CallContext {
+    /// A context with nothing set.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The call's id, where it has one yet: the outermost layer gives it one, or [`CallContext::assign_id`].
+    pub const fn id(&self) -> Option<CallId> {
+        self.id
+    }
+
+    /// The call's id, given now if it has none, so that it can be read before the call.
+    pub fn assign_id(&mut self) -> CallId {
+        thread_local!(static SOURCE: Cell<CallIds> = const { Cell::new(CallIds::new()) });
+        *self.id.get_or_insert_with(|| {
+            SOURCE.with(|source| {
+                let mut ids = source.take();
+                let id = ids.next();
+                source.set(ids);
+                id
+            })
+        })
+    }
+
+    /// Gives the call an id from a layer's own source, if it has none.
+    #[inline]
+    pub(crate) fn identify(&mut self, ids: &mut CallIds) -> CallId {
+        *self.id.get_or_insert_with(|| ids.next())
+    }
+
+    /// The call's deadline.
+    pub const fn deadline(&self) -> Deadline {
+        self.deadline
+    }
+
+    /// Sets the call's deadline.
+    pub fn set_deadline(&mut self, deadline: Deadline) {
+        self.deadline = deadline;
+        self.by_default = false;
+    }
+
+    /// Sets a deadline that came from a layer's default.
+    pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
+        self.deadline = deadline;
+        self.by_default = true;
+    }
+
+    /// The effect that somebody stamped on the call.
+    pub fn effect(&self) -> Option<Effect> {
+        self.effect.map(|(effect, _)| effect)
+    }
+
+    /// Who stamped it.
+    pub fn basis(&self) -> Basis {
+        self.effect.map_or(Basis::Default, |(_, basis)| basis)
+    }
+
+    /// Stamps the call: what it may do, and who said so.
+    pub fn stamp(&mut self, effect: Effect, basis: Basis) {
+        self.effect = Some((effect, basis));
+    }
+
+    /// Until when the current attempt is waited for, where that is earlier than the deadline.
+    ///
+    /// A connection that is polled at or past it withdraws a request of which nothing was sent (and
+    /// answers [`Delivery::NotSent`](crate::Delivery::NotSent)), and goes on waiting for one that was.
+    pub const fn attempt_until(&self) -> Option<Instant> {
+        self.attempt_until
+    }
+
+    /// Sets until when the current attempt is waited for.
+    pub fn set_attempt_until(&mut self, until: Option<Instant>) {
+        self.attempt_until = until;
+    }
+
+    /// Where a connection marks what became of the attempt's bytes, if a layer above wants to know.
+    pub fn activity(&self) -> Option<&Arc<Activity>> {
+        self.activity.as_ref()
+    }
+
+    /// Sets where the connection marks what became of the attempt's bytes.
+    pub(crate) fn set_activity(&mut self, activity: Option<Arc<Activity>>) {
+        self.activity = activity;
+    }
+
+    /// The context as somebody may see it who is not to send the call: nothing of an attempt is in it.
+    pub(crate) fn to_be_seen(&self) -> Self {
+        Self { id: self.id, ..self.clone() }
+    }
+
+    /// The context of another attempt of the same call.
+    #[inline]
+    pub(crate) fn for_attempt(&self) -> Self {
+        Self {
+            id: self.id,
+            deadline: self.deadline,
+            by_default: self.by_default,
+            entered: self.entered,
+            effect: self.effect,
+            attempt_until: self.attempt_until,
+            activity: self.activity.clone(),
+            trail: self.trail.clone(),
+            events: self.events.share(),
+        }
+    }
+}
+
+impl Clone for CallContext {
+    fn clone(&self) -> Self {
+        Self { deadline: self.deadline, effect: self.effect, ..Self::default() }
+    }
+}
+
+/// The effect that the layers go by: the stamp, else the request's own.
+pub(crate) fn effect_of<R: Call>(request: &R) -> Effect {
+    request.context().effect().unwrap_or_else(|| request.effect())
+}
+
+/// A copy of the request for another attempt of the same call.
+pub(crate) fn replica<R: Call>(request: &R) -> Option<R> {
+    let mut copy = request.try_clone()?;
+    *copy.context_mut() = request.context().for_attempt();
+    Some(copy)
+}
+
+/// Where a layer takes the ids of calls from. A clone is a source of its own.
+#[derive(Debug, Default)]
+pub(crate) struct CallIds {
+    source: u64,
+    sequence: u64,
+}
+
+impl CallIds {
+    const fn new() -> Self {
+        Self { source: 0, sequence: 0 }
+    }
+
+    #[inline]
+    fn next(&mut self) -> CallId {
+        static SOURCES: AtomicU64 = AtomicU64::new(1);
+        if self.source == 0 {
+            self.source = SOURCES.fetch_add(1, Ordering::Relaxed);
+        }
+        self.sequence += 1;
+        CallId { source: self.source, sequence: self.sequence }
+    }
+}
+
+impl Clone for CallIds {
+    fn clone(&self) -> Self {
+        Self::new()
+    }
+}
+
+// ===== impl Activity =====
+
+/// What a connection knows about the bytes of one attempt, marked while it happens.
+///
+/// A connection that marks says so with [`Activity::adopt`] before the request can be sent. What it then
+/// leaves unmarked has not happened. One that never marks is treated as if all bytes were sent at the
+/// moment that the attempt timed out.
+#[derive(Debug, Default)]
+pub struct Activity {
+    state: Mutex<ActivityState>,
+}
+
+#[derive(Debug, Default)]
+struct ActivityState {
+    adopted: bool,
+    withdrawn: bool,
+    sent_at: Option<Instant>,
+    generation: Option<(u64, Instant)>,
+    replaced: Option<Fence>,
+    waker: Option<Waker>,
+}
+
+impl Activity {
+    /// Says that the connection marks this attempt. What another connection withdrew before, and handed
+    /// back, this one has anew.
+    pub fn adopt(&self) {
+        let mut state = self.lock();
+        state.adopted = true;
+        // What was withdrawn from one connection may be handed over to the next: only the last time counts.
+        state.withdrawn = false;
+    }
+
+    /// Marks that the request was withdrawn before its first byte.
+    pub fn withdrawn(&self) {
+        self.lock().withdrawn = true;
+    }
+
+    /// Marks that the transport accepted the request's last byte.
+    pub fn sent(&self) {
+        let waker = {
+            let mut state = self.lock();
+            state.sent_at.get_or_insert_with(Instant::now);
+            state.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// The fence by which a later attempt replaced this one, if one did.
+    ///
+    /// A connection that receives this attempt's success all the same reports it: the fence does not hold.
+    pub fn replaced_by_fence(&self) -> Option<Fence> {
+        self.lock().replaced.clone()
+    }
+
+    pub(crate) fn was_withdrawn(&self) -> bool {
+        self.lock().withdrawn
+    }
+
+    /// When the last byte was accepted: `Err` while a marking connection still has bytes to send, `Ok(None)`
+    /// for one that marks nothing. Registers for a wake-up while it is `Err`.
+    pub(crate) fn poll_sent(&self, cx: &mut Context<'_>) -> Result<Option<Instant>, StillSending> {
+        let mut state = self.lock();
+        match (state.adopted, state.sent_at) {
+            (false, _) => Ok(None),
+            (true, Some(at)) => Ok(Some(at)),
+            (true, None) => {
+                state.waker = Some(cx.waker().clone());
+                Err(StillSending)
+            }
+        }
+    }
+
+    pub(crate) fn set_replaced(&self, fence: Fence) {
+        self.lock().replaced = Some(fence);
+    }
+
+    /// Notes on which generation the attempt runs, and when the connect to it began.
+    ///
+    /// What another connection marked before, which has handed the request back, says nothing of this one.
+    pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) {
+        let mut state = self.lock();
+        state.generation = Some((generation, connect_began));
+        (state.adopted, state.withdrawn, state.sent_at) = (false, false, None);
+    }
+
+    /// The number of that generation.
+    pub(crate) fn generation_number(&self) -> Option<u64> {
+        self.generation().map(|(number, _)| number)
+    }
+
+    pub(crate) fn generation(&self) -> Option<(u64, Instant)> {
+        self.lock().generation
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ActivityState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A marking connection has not had the request's last byte accepted yet.
+#[derive(Debug)]
+pub(crate) struct StillSending;
+
+/// The attempts of a call that layers below the one that replays it noted, for the report of a success
+/// (a failure carries its own). Made only once a call needs a second attempt.
+#[derive(Debug, Default)]
+pub(crate) struct Trail(Mutex<TrailState>);
+
+#[derive(Debug, Default)]
+struct TrailState {
+    attempts: Vec<Attempt>,
+    answered_on: Option<u64>,
+}
+
+impl Trail {
+    pub(crate) fn extend(&self, attempts: impl IntoIterator<Item = Attempt>) {
+        self.lock().attempts.extend(attempts);
+    }
+
+    pub(crate) fn take(&self) -> Vec<Attempt> {
+        std::mem::take(&mut self.lock().attempts)
+    }
+
+    /// Notes the generation on which the call was answered.
+    pub(crate) fn answered_on(&self, generation: u64) {
+        self.lock().answered_on = Some(generation);
+    }
+
+    /// The attempt that was answered.
+    pub(crate) fn answer(&self) -> Attempt {
+        Attempt::answered(self.lock().answered_on)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, TrailState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// ===== impl Tagged =====
+
+/// A foreign request with what the layers must know of it.
+///
+/// ```
+/// use goaround::{Call, Effect, Tagged};
+///
+/// #[derive(Clone)]
+/// struct Get(&'static str);
+///
+/// let call = Tagged::new(Get("/orders"), Effect::ReadOnly).named("GET /orders");
+/// assert_eq!((call.method(), call.effect()), ("GET /orders", Effect::ReadOnly));
+/// assert_eq!(call.into_inner().0, "/orders");
+/// ```
+pub struct Tagged<R> {
+    request: R,
+    clone: fn(&R) -> Option<R>,
+    effect: Effect,
+    method: Cow<'static, str>,
+    context: CallContext,
+}
+
+impl<R: Clone> Tagged<R> {
+    /// Tags a request with its effect.
+    pub fn new(request: R, effect: Effect) -> Self {
+        Self::with_clone(request, effect, |request| Some(request.clone()))
+    }
+
+    /// Tags a request with the effect that `effect` finds in it.
+    pub fn by(request: R, effect: impl FnOnce(&R) -> Effect) -> Self {
+        let effect = effect(&request);
+        Self::new(request, effect)
+    }
+}
+
+impl<R> Tagged<R> {
+    /// Tags a request that can be sent only once, such as one with a streaming body. It is never replayed.
+    pub fn once(request: R, effect: impl FnOnce(&R) -> Effect) -> Self {
+        let effect = effect(&request);
+        Self::with_clone(request, effect, |_| None)
+    }
+
+    fn with_clone(request: R, effect: Effect, clone: fn(&R) -> Option<R>) -> Self {
+        Self { request, clone, effect, method: Cow::Borrowed("call"), context: CallContext::default() }
+    }
+
+    /// Gives the call a name for errors and events, in place of `call`. It must not hold secrets.
+    #[must_use]
+    pub fn named(mut self, method: impl Into<Cow<'static, str>>) -> Self {
+        self.method = method.into();
+        self
+    }
+
+    /// The request.
+    pub const fn get_ref(&self) -> &R {
+        &self.request
+    }
+
+    /// The request, and nothing of what was said of it.
+    pub fn into_inner(self) -> R {
+        self.request
+    }
+}
+
+impl<R> Call for Tagged<R> {
+    fn method(&self) -> &str {
+        &self.method
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        self.method.clone()
+    }
+
+    fn effect(&self) -> Effect {
+        self.context.effect().unwrap_or(self.effect)
+    }
+
+    fn context(&self) -> &CallContext {
+        &self.context
+    }
+
+    fn context_mut(&mut self) -> &mut CallContext {
+        &mut self.context
+    }
+
+    fn try_clone(&self) -> Option<Self> {
+        Some(Self {
+            request: (self.clone)(&self.request)?,
+            clone: self.clone,
+            effect: self.effect,
+            method: self.method.clone(),
+            context: self.context.for_attempt(),
+        })
+    }
+}
+
+impl<R> std::ops::Deref for Tagged<R> {
+    type Target = R;
+
+    fn deref(&self) -> &R {
+        &self.request
+    }
+}
+
+impl<R> fmt::Debug for Tagged<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without the request: its arguments do not belong in a log.
+        f.debug_struct("Tagged")
+            .field("method", &self.method)
+            .field("effect", &Call::effect(self))
+            .field("context", &self.context)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clone_of_a_context_is_a_new_call_and_a_replica_the_same_one() {
+        let mut call = Tagged::new(1, Effect::Write).within(Duration::from_secs(1));
+        let id = call.context_mut().assign_id();
+        assert_eq!(call.context_mut().assign_id(), id);
+        assert_eq!(call.context().clone().id(), None);
+        assert_eq!(call.context().clone().deadline(), call.context().deadline());
+        assert_eq!(replica(&call).unwrap().context().id(), Some(id));
+        let mut other = Tagged::new(1, Effect::Write);
+        assert_ne!(other.context_mut().assign_id(), id);
+    }
+
+    #[test]
+    fn what_can_be_sent_only_once_has_no_replica() {
+        assert!(replica(&Tagged::once(1, |_| Effect::ReadOnly)).is_none());
+    }
+
+    #[test]
+    fn what_one_connection_marked_says_nothing_of_the_next_hand_over() {
+        // By a connection that marks, and by one that a reconnect layer knows and that marks nothing.
+        for next in [Activity::adopt, |activity: &Activity| activity.on_generation(2, Instant::now())] {
+            let activity = Activity::default();
+            activity.adopt();
+            activity.withdrawn();
+            assert!(activity.was_withdrawn());
+            next(&activity);
+            assert!(!activity.was_withdrawn());
+        }
+    }
+
+    #[test]
+    fn a_wait_that_ends_at_the_deadline_does_not_fit() {
+        let now = Instant::now();
+        let deadline = Deadline::after(now, Duration::from_secs(1));
+        assert!(deadline.allows(now, Duration::from_millis(999)));
+        assert!(!deadline.allows(now, Duration::from_secs(1)));
+        assert!(!deadline.allows(now, Duration::MAX));
+        assert!(Deadline::Never.allows(now, Duration::MAX));
+    }
+
+    #[test]
+    fn a_stamp_wins_over_the_tag() {
+        let call = Tagged::new(1, Effect::Write).read_only();
+        assert_eq!((effect_of(&call), call.context().basis()), (Effect::ReadOnly, Basis::Caller));
+    }
+}

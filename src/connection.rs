@@ -1,0 +1,56 @@
+//! What the connections and connectors of this crate can tell about themselves. A foreign connection is a
+//! plain service: nothing here is asked of it.
+
+use std::{any::Any, future::Future, pin::Pin, sync::Arc};
+
+use crate::{Basis, CallError, Effect, event::Peer};
+
+pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// A connection of this crate, seen by the reconnect layer and the stack.
+pub(crate) trait Connection: Send + Sync {
+    /// Who is there, as far as a handshake has said.
+    fn peer(&self) -> Option<Peer>;
+
+    /// Whether there is a process of ours at the other end.
+    fn has_process(&self) -> bool;
+
+    /// Whether the previous process was still there when this one was started.
+    fn overlapped(&self) -> bool;
+
+    /// The last lines of the process's standard error.
+    fn stderr(&self) -> Vec<String>;
+
+    /// A read-only request that shows that the server works, by its method's name.
+    fn probe(&self) -> Option<(String, BoxFuture<Result<(), CallError>>)>;
+
+    /// Closes the connection; resolves when its process, if it has one, is reaped, within bounds.
+    fn close(&self) -> BoxFuture<()>;
+}
+
+/// The connection as one of this crate's, if it is one.
+pub(crate) fn known<C: 'static>(connection: &C) -> Option<Arc<dyn Connection>> {
+    let client = (connection as &dyn Any).downcast_ref::<crate::jsonrpc::Client>()?;
+    Some(Arc::new(client.clone()))
+}
+
+/// What says what effect a request has, and on what basis; `None` keeps the request's own.
+pub(crate) type Classifier<Req> = Arc<dyn Fn(&Req) -> Option<(Effect, Basis)> + Send + Sync>;
+
+/// The classifier that a connector of this crate brings along, if it is one for such requests.
+pub(crate) fn classifier_of<M: 'static, Req: 'static>(connector: &M) -> Option<Classifier<Req>> {
+    let rules = (connector as &dyn Any).downcast_ref::<crate::mcp::Stdio>()?.classifier();
+    (&rules as &dyn Any).downcast_ref::<Classifier<Req>>().cloned()
+}
+
+/// What is wrong with a connector of this crate, if it is one and something is.
+pub(crate) fn validate<M: 'static>(connector: &M) -> Result<(), String> {
+    let connector = connector as &dyn Any;
+    if let Some(child) = connector.downcast_ref::<crate::stdio::Child>() {
+        return child.validate().map_err(|error| error.to_string());
+    }
+    if let Some(stdio) = connector.downcast_ref::<crate::mcp::Stdio>() {
+        return stdio.validate().map_err(|error| error.to_string());
+    }
+    Ok(())
+}

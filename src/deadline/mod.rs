@@ -1,0 +1,139 @@
+//! A deadline on every call: one absolute instant over all of its attempts.
+//!
+//! [`DeadlineLayer`] belongs outermost. It settles until when a call may take, writes that into the call's
+//! [context](crate::CallContext), where every layer below can read it, and owns the only timer for it.
+//!
+//! # Which deadline holds
+//!
+//! A deadline that the caller gave the call ([`Call::within`],
+//! [`Call::deadline`]) wins over the layer's default. Of the defaults of nested layers
+//! the earlier instant wins. [`Deadline::Never`] is a value like any other.
+//!
+//! # Differences from `tower::timeout`
+//!
+//! When the time is up the inner future is polled *once more*: an answer that is there wins, and the layers
+//! below can say what they know of the call instead of being dropped in silence. Only what is still pending
+//! then is dropped. The error says so: a call that was past its deadline before it was handed over is
+//! [`NotSent`](crate::Delivery::NotSent), one that was dropped is [`Ambiguous`](crate::Delivery::Ambiguous).
+//! The timer is made when the inner future is first pending, so a call that is ready at once costs none.
+//!
+//! # Example
+//!
+//! ```
+//! use std::time::Duration;
+//! use goaround::{Call, CallError, DeadlineLayer, Effect, Outcome, Tagged};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
+//! # async fn main() {
+//! let hangs = ServiceBuilder::new()
+//!     .layer(DeadlineLayer::new(Duration::from_secs(30)))
+//!     .service(service_fn(|_: Tagged<&str>| std::future::pending::<Result<(), CallError>>()));
+//!
+//! let call = Tagged::new("pay", Effect::Write).within(Duration::from_secs(1));
+//! let error = hangs.oneshot(call).await.unwrap_err();
+//! assert_eq!(error.outcome(), Outcome::Unknown);
+//! # }
+//! ```
+
+mod future;
+mod layer;
+
+use std::task::{Context, Poll};
+
+use tokio::time::Instant;
+use tower::Service;
+
+pub use self::{future::ResponseFuture, layer::DeadlineLayer};
+use crate::{
+    Call, CallError, Deadline, Delivery,
+    call::{CallContext, CallIds, effect_of},
+    event::{self, Events, Report},
+};
+
+/// Puts a deadline on every call; see the [module](self).
+#[derive(Clone, Debug)]
+pub struct DeadlineService<S> {
+    inner: S,
+    default: layer::Default,
+    events: Events,
+    ids: CallIds,
+}
+
+// ===== impl DeadlineService =====
+
+impl<S> DeadlineService<S> {
+    fn new(inner: S, default: layer::Default, events: Events) -> Self {
+        Self { inner, default, events, ids: CallIds::default() }
+    }
+
+    /// The inner service.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The inner service.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// The inner service.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+
+    /// Settles the call's deadline; `Err` if it has passed already.
+    #[inline]
+    fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
+        let own = context.deadline();
+        if own == Deadline::Never && !context.by_default {
+            return Ok(None);
+        }
+        let now = Instant::now();
+        let deadline = match own {
+            Deadline::Inherit => self.default.from(now),
+            outer if context.by_default => earlier(outer, self.default.from(now)),
+            own => own,
+        };
+        if own == Deadline::Inherit || context.by_default {
+            context.set_default_deadline(deadline);
+        }
+        if deadline.is_past(now) {
+            return Err(CallError::deadline(Delivery::NotSent));
+        }
+        Ok(deadline.instant())
+    }
+}
+
+impl<S, Req> Service<Req> for DeadlineService<S>
+where
+    S: Service<Req, Error = CallError>,
+    Req: Call,
+{
+    type Response = S::Response;
+    type Error = CallError;
+    type Future = ResponseFuture<S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        self.inner.poll_ready(cx).map_err(CallError::not_ready)
+    }
+
+    #[inline]
+    fn call(&mut self, mut request: Req) -> Self::Future {
+        let effect = effect_of(&request);
+        let context = request.context_mut();
+        let report = event::enter(context, &mut self.ids, &self.events).then(|| Report::of(context));
+        match self.settle(context) {
+            Ok(at) => ResponseFuture::new(self.inner.call(request), at, effect, report),
+            Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
+        }
+    }
+}
+
+fn earlier(a: Deadline, b: Deadline) -> Deadline {
+    match (a.instant(), b.instant()) {
+        (Some(a), Some(b)) => Deadline::At(a.min(b)),
+        (Some(at), None) | (None, Some(at)) => Deadline::At(at),
+        (None, None) => Deadline::Never,
+    }
+}

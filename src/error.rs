@@ -1,0 +1,904 @@
+//! The one error type of the stack: [`CallError`] says apart from each other what happened and what is
+//! known, over all [`Attempt`]s.
+
+use std::{
+    any::Any,
+    borrow::Cow,
+    error::Error as StdError,
+    fmt,
+    future::Future,
+    io,
+    pin::Pin,
+    process::ExitStatus,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+    time::Duration,
+};
+
+use serde::Serialize;
+
+use crate::{
+    BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
+    delivery::ConnectError,
+    write_safety::{Fence, FenceBasis},
+};
+
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// What is known about a failed call, over all attempts that no verdict has settled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Outcome {
+    /// Nothing was done, and nothing will be.
+    NotDone,
+    /// A read-only call without an answer. It is safe to repeat.
+    NoAnswer,
+    /// A write of which nobody knows whether it was done.
+    Unknown,
+    /// The write was done, and its result is lost.
+    DoneResultLost,
+    /// The server answered, with an error.
+    Answered,
+}
+
+/// How a call failed: [`cause`](CallError::cause) says what happened, [`outcome`](CallError::outcome) what
+/// is known.
+///
+/// Its text begins with what is known ("outcome UNKNOWN: …", "DONE, result lost: …", "no answer: …", "not
+/// done: …"), because people and models act on it. Texts of foreign errors are not in it, since they may
+/// hold secrets; they are in [`source`](StdError::source).
+///
+/// A service that is not of this crate makes its errors known by tower's `map_err` and one of the
+/// constructors; what none of them classified is [`CallError::ambiguous`].
+///
+/// ```
+/// use goaround::{CallError, Outcome};
+///
+/// let error = CallError::ambiguous(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
+/// assert_eq!(error.outcome(), Outcome::Unknown); // a write, as long as nobody says otherwise
+/// assert!(error.may_have_landed() && !error.is_safe_to_repeat());
+/// assert!(error.downcast::<std::io::Error>().is_ok());
+/// ```
+pub struct CallError(Box<Inner>);
+
+struct Inner {
+    cause: Cause,
+    scope: Scope,
+    /// `None`: by the cause's evidence and the effect.
+    delivery: Option<Delivery>,
+    effect: Option<Effect>,
+    method: Cow<'static, str>,
+    attempts: Vec<Attempt>,
+    retry_after: Option<Duration>,
+    notes: Vec<Cow<'static, str>>,
+    source: Option<BoxError>,
+    /// How the connection ended, where the cause does not say.
+    closure: Option<Closure>,
+    /// The request, where nothing of it was sent. Behind a lock for `Sync` alone.
+    request: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+impl CallError {
+    /// Provably not one byte of the request was given to the transport.
+    pub fn not_sent(error: impl Into<BoxError>) -> Self {
+        Self::foreign(Delivery::NotSent, error)
+    }
+
+    /// The peer or its library refused the request before the application saw it.
+    pub fn not_processed(error: impl Into<BoxError>) -> Self {
+        Self::foreign(Delivery::NotProcessed, error)
+    }
+
+    /// The request may or may not have been processed.
+    pub fn ambiguous(error: impl Into<BoxError>) -> Self {
+        Self::foreign(Delivery::Ambiguous, error)
+    }
+
+    /// The connection closed under the request: ambiguous, and the connection is gone for all.
+    pub fn closed(error: impl Into<BoxError>) -> Self {
+        let closure = Closure::new("the connection closed");
+        Self::new(Cause::Closed(closure), Scope::Connection, Some(Delivery::Ambiguous)).caused_by(error)
+    }
+
+    /// The application answered with an error of its own.
+    pub fn answered(error: impl Into<BoxError>) -> Self {
+        Self::foreign(Delivery::Answered, error)
+    }
+
+    /// The peer refused the request, as far as that evidence goes.
+    pub fn evidence(evidence: Evidence, error: impl Into<BoxError>) -> Self {
+        Self::of_evidence(evidence).caused_by(error)
+    }
+
+    /// The error in the box: a `CallError` is found and kept, also one further down the chain of sources;
+    /// anything else is ambiguous.
+    pub fn from_boxed(error: BoxError) -> Self {
+        let error = match error.downcast::<CallError>() {
+            Ok(own) => return *own,
+            Err(error) => error,
+        };
+        let mut next: Option<&(dyn StdError + 'static)> = error.source();
+        while let Some(source) = next {
+            if let Some(own) = source.downcast_ref::<CallError>() {
+                return own.facts().caused_by(error);
+            }
+            next = source.source();
+        }
+        Self::ambiguous(error)
+    }
+
+    /// Says that the connection is gone for all requests, not only for this one.
+    #[must_use]
+    pub fn connection_lost(mut self) -> Self {
+        self.0.scope = Scope::Connection;
+        self
+    }
+
+    /// Says how long the peer asks to wait before a repetition (`Retry-After`, RFC 9110 section 10.2.3).
+    #[must_use]
+    pub fn after(mut self, wait: Duration) -> Self {
+        self.0.retry_after = Some(wait);
+        self
+    }
+
+    /// Adds to a [`closed`](CallError::closed) error a future that resolves when the server's process has
+    /// ended; see [`Closure::exited`]. No effect on other errors.
+    #[must_use]
+    pub fn with_exit(mut self, exit: impl Future<Output = Exit> + Send + 'static) -> Self {
+        if let Cause::Closed(closure) = &self.0.cause {
+            let Closure(of) = closure;
+            let exit: BoxFuture<Exit> = Box::pin(exit);
+            let own = Closure::with(of.reason.clone(), of.in_flight, of.ends_effects, Some(exit));
+            self.0.cause = Cause::Closed(own);
+        }
+        self
+    }
+
+    /// Adds to a [`closed`](CallError::closed) error the declaration that the effects of the server's process
+    /// end with it, so that its [exit](CallError::with_exit) is a fence. No effect on other errors.
+    #[must_use]
+    pub fn exit_ends_effects(mut self) -> Self {
+        if let Cause::Closed(closure) = &mut self.0.cause
+            && let Some(closure) = Arc::get_mut(&mut closure.0)
+        {
+            closure.ends_effects = true;
+        }
+        self
+    }
+
+    /// What happened: the end of the last attempt, or why there was none.
+    pub fn cause(&self) -> &Cause {
+        &self.0.cause
+    }
+
+    /// Whom the last attempt's end concerned.
+    pub fn scope(&self) -> Scope {
+        self.0.scope
+    }
+
+    /// What is known about the last attempt alone. See [`CallError::outcome`] for the whole call.
+    pub fn delivery(&self) -> Delivery {
+        match (self.0.delivery, &self.0.cause) {
+            (Some(delivery), _) => delivery,
+            (None, Cause::Evidence(evidence)) => evidence.delivery(self.effect()),
+            (None, _) => Delivery::Ambiguous,
+        }
+    }
+
+    /// What the call may have done at the server; [`Effect::Write`] while no layer has said otherwise.
+    pub fn effect(&self) -> Effect {
+        self.0.effect.unwrap_or(Effect::Write)
+    }
+
+    /// What is known about the call, over all attempts that no verdict has settled: if one attempt of a
+    /// write is ambiguous, it is [`Outcome::Unknown`], also when a later attempt failed harmlessly.
+    pub fn outcome(&self) -> Outcome {
+        if self.0.attempts.iter().any(|attempt| attempt.settled == Some(Settled::Landed)) {
+            return Outcome::DoneResultLost;
+        }
+        if self.delivery() == Delivery::Answered {
+            return Outcome::Answered;
+        }
+        match (self.is_in_doubt(), self.effect().is_write()) {
+            (false, _) => Outcome::NotDone,
+            (true, false) => Outcome::NoAnswer,
+            (true, true) => Outcome::Unknown,
+        }
+    }
+
+    /// Whether the call was a write that may have been done, though this is an error. Also true of a server's
+    /// own error if an earlier attempt may be the reason for it ("already exists"), even one that a declared
+    /// fence had settled.
+    pub fn may_have_landed(&self) -> bool {
+        self.effect().is_write()
+            && match self.outcome() {
+                Outcome::Unknown | Outcome::DoneResultLost => true,
+                Outcome::Answered => self.0.attempts.iter().any(Attempt::may_show_in_an_answer),
+                Outcome::NotDone | Outcome::NoAnswer => false,
+            }
+    }
+
+    /// Whether repeating the call cannot do harm: nothing was done, or it is read-only and has no answer.
+    pub fn is_safe_to_repeat(&self) -> bool {
+        matches!(self.outcome(), Outcome::NotDone | Outcome::NoAnswer)
+    }
+
+    /// The attempts, in their order.
+    pub fn attempts(&self) -> &[Attempt] {
+        &self.0.attempts
+    }
+
+    /// How long the peer, or the backoff between connects, asks to wait before a repetition.
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.0.retry_after
+    }
+
+    /// The server's own error, unchanged.
+    pub fn answer(&self) -> Option<&ServerError> {
+        match &self.0.cause {
+            Cause::Answered(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// How the connection ended, if that is what ended the last attempt.
+    pub fn closure(&self) -> Option<&Closure> {
+        match &self.0.cause {
+            Cause::Closed(closure) => Some(closure),
+            _ => self.0.closure.as_ref(),
+        }
+    }
+
+    /// The method that was called; empty while no layer has said.
+    pub fn method(&self) -> &str {
+        &self.0.method
+    }
+
+    /// What the layers noted: why a retry was suppressed, why a doubt could not be settled.
+    pub fn notes(&self) -> impl Iterator<Item = &str> {
+        self.0.notes.iter().map(AsRef::as_ref)
+    }
+
+    /// The foreign error, by reference.
+    pub fn get_ref<E: StdError + 'static>(&self) -> Option<&E> {
+        self.0.source.as_deref()?.downcast_ref()
+    }
+
+    /// The foreign error, as it was given.
+    ///
+    /// # Errors
+    ///
+    /// This error itself, if it has no source of that type.
+    pub fn downcast<E: StdError + 'static>(mut self) -> Result<E, Self> {
+        match self.0.source.take().map(|source| source.downcast::<E>()) {
+            Some(Ok(error)) => Ok(*error),
+            Some(Err(source)) => {
+                self.0.source = Some(source);
+                Err(self)
+            }
+            None => Err(self),
+        }
+    }
+}
+
+// What the layers and the connections of this crate use.
+impl CallError {
+    pub(crate) fn new(cause: Cause, scope: Scope, delivery: Option<Delivery>) -> Self {
+        Self(Box::new(Inner {
+            cause,
+            scope,
+            delivery,
+            effect: None,
+            method: Cow::Borrowed(""),
+            attempts: Vec::new(),
+            retry_after: None,
+            notes: Vec::new(),
+            source: None,
+            closure: None,
+            request: Mutex::new(None),
+        }))
+    }
+
+    fn foreign(delivery: Delivery, error: impl Into<BoxError>) -> Self {
+        Self::new(Cause::Other, Scope::Call, Some(delivery)).caused_by(error)
+    }
+
+    pub(crate) fn of_evidence(evidence: Evidence) -> Self {
+        Self::new(Cause::Evidence(evidence), evidence.scope(), None)
+    }
+
+    /// The deadline passed, with that known of the attempt under way.
+    pub(crate) fn deadline(delivery: Delivery) -> Self {
+        Self::new(Cause::Deadline, Scope::Call, Some(delivery))
+    }
+
+    pub(crate) fn attempt_timeout(delivery: Delivery) -> Self {
+        Self::new(Cause::AttemptTimeout, Scope::Call, Some(delivery))
+    }
+
+    pub(crate) fn refused(refusal: Refusal) -> Self {
+        Self::new(Cause::Refused(refusal), Scope::Call, Some(Delivery::NotSent))
+    }
+
+    pub(crate) fn of_closure(closure: Closure, delivery: Delivery) -> Self {
+        Self::new(Cause::Closed(closure), Scope::Connection, Some(delivery))
+    }
+
+    pub(crate) fn connect_failed(error: Arc<ConnectError>) -> Self {
+        Self::new(Cause::ConnectFailed(error), Scope::Connection, Some(Delivery::NotSent))
+    }
+
+    /// An inner service's `poll_ready` failed before the call was given to it: not sent, whatever it says.
+    pub(crate) fn not_ready(error: CallError) -> Self {
+        let scope = error.scope();
+        match error.0.cause {
+            Cause::Other => {
+                let mut own = Self::new(Cause::NotReady, scope, Some(Delivery::NotSent));
+                own.0.source = error.0.source;
+                own
+            }
+            cause => {
+                let mut own = Self::new(cause, scope, Some(Delivery::NotSent));
+                own.0.source = error.0.source;
+                own.0.retry_after = error.0.retry_after;
+                own
+            }
+        }
+    }
+
+    pub(crate) fn server(error: ServerError) -> Self {
+        Self::new(Cause::Answered(error), Scope::Call, Some(Delivery::Answered))
+    }
+
+    fn caused_by(mut self, error: impl Into<BoxError>) -> Self {
+        self.0.source = Some(error.into());
+        self
+    }
+
+    /// Puts the closure that all calls of the connection share in place of this call's own, which a foreign
+    /// connection makes for each call.
+    pub(crate) fn at_closure(mut self, shared: &Closure) -> Self {
+        match &mut self.0.cause {
+            // The only one that knows of a process.
+            Cause::Closed(own) if own.has_exit() && !shared.has_exit() => {}
+            Cause::Closed(own) => own.clone_from(shared),
+            _ => self.0.closure = Some(shared.clone()),
+        }
+        self
+    }
+
+    /// The facts of an error that cannot be moved out of its box.
+    fn facts(&self) -> Self {
+        let mut facts = Self::new(self.0.cause.clone(), self.0.scope, self.0.delivery);
+        facts.0.effect = self.0.effect;
+        facts.0.method = self.0.method.clone();
+        facts.0.attempts = self.0.attempts.clone();
+        facts.0.retry_after = self.0.retry_after;
+        facts.0.notes = self.0.notes.clone();
+        facts.0.closure = self.0.closure.clone();
+        facts
+    }
+
+    /// Gives the request back, since nothing of it was sent.
+    pub(crate) fn with_request<R: Send + 'static>(mut self, request: R) -> Self {
+        self.0.request = Mutex::new(Some(Box::new(request)));
+        self
+    }
+
+    /// Takes the request that was handed back, if it is one of that type.
+    pub(crate) fn take_request<R: 'static>(&mut self) -> Option<R> {
+        let slot = self.0.request.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match slot.take()?.downcast::<R>() {
+            Ok(request) => Some(*request),
+            Err(other) => {
+                *slot = Some(other);
+                None
+            }
+        }
+    }
+
+    /// Names the call, if no layer further down has.
+    pub(crate) fn of_call(mut self, method: &str, effect: Effect) -> Self {
+        if self.0.effect.is_none() {
+            self.0.effect = Some(effect);
+        }
+        if self.0.method.is_empty() && !method.is_empty() {
+            self.0.method = Cow::Owned(method.to_owned());
+        }
+        self
+    }
+
+    /// Enters the attempt that this error ended, if no layer further down has entered any.
+    pub(crate) fn with_attempt(mut self, generation: Option<u64>) -> Self {
+        if self.0.attempts.is_empty() {
+            self.0.attempts.push(Attempt::of(&self, generation));
+        }
+        self
+    }
+
+    /// Puts the attempts that came before in front of this error's own.
+    pub(crate) fn after_attempts(mut self, mut earlier: Vec<Attempt>) -> Self {
+        earlier.append(&mut self.0.attempts);
+        self.0.attempts = earlier;
+        self
+    }
+
+    /// Says that the caller trusts the evidence: the last attempt was not processed, also where the evidence
+    /// is only probable.
+    pub(crate) fn trusted(&mut self) {
+        self.0.delivery = Some(Delivery::NotProcessed);
+        if let Some(attempt) = self.0.attempts.last_mut() {
+            attempt.delivery = Delivery::NotProcessed;
+        }
+    }
+
+    pub(crate) fn take_attempts(&mut self) -> Vec<Attempt> {
+        std::mem::take(&mut self.0.attempts)
+    }
+
+    pub(crate) fn attempts_mut(&mut self) -> &mut Vec<Attempt> {
+        &mut self.0.attempts
+    }
+
+    pub(crate) fn note(mut self, note: impl Into<Cow<'static, str>>) -> Self {
+        self.0.notes.push(note.into());
+        self
+    }
+
+    /// What follows from this end of an attempt.
+    pub(crate) fn rule(&self, effect: Effect, trusted: bool) -> crate::Rule {
+        crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted)
+    }
+
+    /// Whether an attempt that no verdict settled is ambiguous.
+    fn is_in_doubt(&self) -> bool {
+        if self.0.attempts.is_empty() {
+            return self.delivery() == Delivery::Ambiguous;
+        }
+        self.0.attempts.iter().any(Attempt::is_in_doubt)
+    }
+}
+
+impl fmt::Display for CallError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { cause, method, attempts, notes, source, .. } = &*self.0;
+        let outcome = self.outcome();
+        f.write_str(match outcome {
+            Outcome::NotDone => "not done: ",
+            Outcome::NoAnswer => "no answer: ",
+            Outcome::Unknown => "outcome UNKNOWN: ",
+            Outcome::DoneResultLost => "DONE, result lost: ",
+            Outcome::Answered => "answered: ",
+        })?;
+        if !method.is_empty() {
+            write!(f, "{method}: ")?;
+        }
+        cause.fmt(f)?;
+        if matches!(cause, Cause::Other | Cause::NotReady | Cause::Closed(_) | Cause::Evidence(_))
+            && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
+        {
+            write!(f, " ({text})")?;
+        }
+        if attempts.len() > 1 {
+            write!(f, ", after {} attempts", attempts.len())?;
+        }
+        for note in notes {
+            write!(f, "; {note}")?;
+        }
+        match outcome {
+            Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
+            Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
+            Outcome::Answered if self.may_have_landed() => {
+                f.write_str("; an earlier attempt may have been applied; verify before repeating")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for CallError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CallError")
+            .field("outcome", &self.outcome())
+            .field("cause", &self.0.cause)
+            .field("scope", &self.0.scope)
+            .field("delivery", &self.delivery())
+            .field("method", &self.0.method)
+            .field("effect", &self.0.effect)
+            .field("attempts", &self.0.attempts)
+            .field("retry_after", &self.0.retry_after)
+            .field("notes", &self.0.notes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl StdError for CallError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        if let Some(source) = self.0.source.as_deref() {
+            return Some(source);
+        }
+        match &self.0.cause {
+            Cause::ConnectFailed(error) => Some(&**error),
+            _ => None,
+        }
+    }
+}
+
+/// The text of an error that is known to hold no secret: this crate's own and the operating system's.
+pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
+    if let Some(error) = error.downcast_ref::<CallError>() {
+        return Some(error.to_string());
+    }
+    if let Some(error) = error.downcast_ref::<crate::stdio::SpawnError>() {
+        return Some(error.to_string());
+    }
+    if let Some(error) = error.downcast_ref::<crate::mcp::HandshakeError>() {
+        return Some(error.to_string());
+    }
+    let error = error.downcast_ref::<io::Error>()?;
+    Some(match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code).to_string(),
+        None => error.kind().to_string(),
+    })
+}
+
+// ===== impl Attempt =====
+
+/// One hand-over of a call to the inner service, and how it ended.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Attempt {
+    /// The generation of the connection, where a [`ReconnectLayer`](crate::ReconnectLayer) made it.
+    pub generation: Option<u64>,
+    /// What is known about it.
+    pub delivery: Delivery,
+    /// What ended it: [`Cause::name`], or `answered` for a success.
+    pub cause: &'static str,
+    /// Whom that concerned.
+    pub scope: Scope,
+    /// How long was waited before it: backoff, or what the peer asked for.
+    pub waited: Duration,
+    /// What a verdict of the effect check says of it.
+    pub settled: Option<Settled>,
+}
+
+/// What a verdict says of an attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Settled {
+    /// It was applied.
+    Landed,
+    /// It was not applied and, by that fence, never will be.
+    NotLanded(Fence),
+}
+
+impl Attempt {
+    pub(crate) fn of(error: &CallError, generation: Option<u64>) -> Self {
+        Self {
+            generation,
+            delivery: error.delivery(),
+            cause: error.cause().name(),
+            scope: error.scope(),
+            waited: Duration::ZERO,
+            settled: None,
+        }
+    }
+
+    /// An attempt that succeeded.
+    pub(crate) fn answered(generation: Option<u64>) -> Self {
+        Self {
+            generation,
+            delivery: Delivery::Answered,
+            cause: "answered",
+            scope: Scope::Call,
+            waited: Duration::ZERO,
+            settled: None,
+        }
+    }
+
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.delivery == Delivery::Ambiguous && self.settled.is_none()
+    }
+
+    /// Whether a later answer may be the consequence of this attempt.
+    fn may_show_in_an_answer(&self) -> bool {
+        match &self.settled {
+            None => self.delivery == Delivery::Ambiguous,
+            Some(Settled::Landed) => true,
+            Some(Settled::NotLanded(fence)) => fence.basis() == FenceBasis::Declared,
+        }
+    }
+}
+
+// ===== impl ServerError =====
+
+/// The server's own error object, unchanged.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize, Serialize, thiserror::Error)]
+#[error("{message} (code {code})")]
+#[non_exhaustive]
+pub struct ServerError {
+    /// The code. It identifies no failure by itself: servers and SDKs use the same ones differently.
+    pub code: i64,
+    /// The message.
+    pub message: String,
+    /// What else the server says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<serde_json::Value>,
+}
+
+impl ServerError {
+    /// An error with that code and message.
+    pub fn new(code: i64, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), data: None }
+    }
+
+    /// Adds what else there is to say.
+    #[must_use]
+    pub fn with_data(mut self, data: serde_json::Value) -> Self {
+        self.data = Some(data);
+        self
+    }
+}
+
+// ===== impl Closure =====
+
+/// How a connection ended. Shared by all calls that it took down.
+#[derive(Clone)]
+pub struct Closure(Arc<ClosureInner>);
+
+struct ClosureInner {
+    reason: Cow<'static, str>,
+    generation: OnceLock<u64>,
+    in_flight: usize,
+    ends_effects: bool,
+    exit: tokio::sync::Mutex<Option<BoxFuture<Exit>>>,
+    exited: OnceLock<Option<Exit>>,
+    /// Whether the retry budget granted the replays that it makes due.
+    charged: OnceLock<bool>,
+}
+
+impl Closure {
+    /// A closure of a connection without a process.
+    pub(crate) fn new(reason: impl Into<Cow<'static, str>>) -> Self {
+        Self::with(reason.into(), 0, false, None)
+    }
+
+    /// A closure of a connection to a process that is about to end. `ends_effects` is the caller's
+    /// declaration that its effects end with it; `in_flight` counts the calls that it took down.
+    pub(crate) fn of_process(
+        reason: impl Into<Cow<'static, str>>,
+        in_flight: usize,
+        ends_effects: bool,
+        exit: Option<BoxFuture<Exit>>,
+    ) -> Self {
+        Self::with(reason.into(), in_flight, ends_effects, exit)
+    }
+
+    fn with(
+        reason: Cow<'static, str>,
+        in_flight: usize,
+        ends_effects: bool,
+        exit: Option<BoxFuture<Exit>>,
+    ) -> Self {
+        let exited = OnceLock::new();
+        if exit.is_none() {
+            let _ = exited.set(None);
+        }
+        Self(Arc::new(ClosureInner {
+            reason,
+            generation: OnceLock::new(),
+            in_flight,
+            ends_effects,
+            exit: tokio::sync::Mutex::new(exit),
+            exited,
+            charged: OnceLock::new(),
+        }))
+    }
+
+    /// The number of the connection, where a [`ReconnectLayer`](crate::ReconnectLayer) made it.
+    pub fn generation(&self) -> Option<u64> {
+        self.0.generation.get().copied()
+    }
+
+    /// Whether there is, or was, a process whose end can be waited for.
+    fn has_exit(&self) -> bool {
+        !matches!(self.0.exited.get(), Some(None))
+    }
+
+    pub(crate) fn set_generation(&self, generation: u64) {
+        let _ = self.0.generation.set(generation);
+    }
+
+    /// How many calls were in flight, where the connection counts them.
+    pub fn in_flight(&self) -> usize {
+        self.0.in_flight
+    }
+
+    /// Whether the caller declared that the effects of the server's process end with it, so that its end is
+    /// a fence.
+    pub fn exit_ends_effects(&self) -> bool {
+        self.0.ends_effects
+    }
+
+    /// Waits until it is known how the server's process ended: at once with `None` where there is none.
+    pub async fn exited(&self) -> Option<Exit> {
+        if let Some(exit) = self.0.exited.get() {
+            return exit.clone();
+        }
+        // Whoever has the lock drives the future; if it is dropped, the next waiter goes on with it.
+        let mut future = self.0.exit.lock().await;
+        if let Some(exit) = self.0.exited.get() {
+            return exit.clone();
+        }
+        let exit = match future.as_mut() {
+            Some(exit) => Some(exit.await),
+            None => None,
+        };
+        *future = None;
+        self.0.exited.get_or_init(|| exit).clone()
+    }
+
+    /// How the process ended, if that is known already.
+    pub fn exit(&self) -> Option<&Exit> {
+        self.0.exited.get()?.as_ref()
+    }
+
+    /// Charges something for this closure once, however many calls it took down; all get the same answer.
+    pub(crate) fn charge_once(&self, charge: impl FnOnce() -> bool) -> bool {
+        *self.0.charged.get_or_init(charge)
+    }
+}
+
+impl fmt::Display for Closure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.reason)?;
+        match self.0.in_flight {
+            0 | 1 => Ok(()),
+            n => write!(f, " with {n} calls in flight"),
+        }
+    }
+}
+
+impl fmt::Debug for Closure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Closure")
+            .field("reason", &self.0.reason)
+            .field("generation", &self.generation())
+            .field("in_flight", &self.0.in_flight)
+            .field("exit", &self.exit())
+            .finish_non_exhaustive()
+    }
+}
+
+/// How a server's process ended.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Exit {
+    /// The status of the process, where it could be reaped.
+    pub status: Option<ExitStatus>,
+    /// Whether its whole process group is gone: no process of it can do anything any more.
+    pub group_gone: bool,
+    /// When this was known.
+    pub at: tokio::time::Instant,
+}
+
+impl Exit {
+    /// The process ended with that status, now; `group_gone` says whether all others of its group have too.
+    pub fn new(status: Option<ExitStatus>, group_gone: bool) -> Self {
+        Self { status, group_gone, at: tokio::time::Instant::now() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(error: CallError) -> CallError {
+        error.of_call("pay", Effect::Write).with_attempt(None)
+    }
+
+    #[test]
+    fn an_ambiguous_attempt_is_not_masked_by_a_later_harmless_one() {
+        let mut first = write(CallError::ambiguous("reset"));
+        let refused = Arc::new(ConnectError::Panicked);
+        let second = write(CallError::connect_failed(refused.clone())).after_attempts(first.take_attempts());
+        assert_eq!(second.outcome(), Outcome::Unknown);
+        assert!(second.may_have_landed() && !second.is_safe_to_repeat());
+
+        let mut first = write(CallError::ambiguous("reset"));
+        let mut attempts = first.take_attempts();
+        let mut ids = crate::call::CallIds::default();
+        let id = crate::CallContext::new().identify(&mut ids);
+        attempts[0].settled = Some(Settled::NotLanded(Fence::because(id, "tested")));
+        let second = write(CallError::connect_failed(refused)).after_attempts(attempts);
+        assert_eq!(second.outcome(), Outcome::NotDone);
+        assert!(!second.may_have_landed() && second.is_safe_to_repeat());
+    }
+
+    #[test]
+    fn an_answer_after_a_declared_fence_keeps_the_doubt_and_after_an_observed_one_does_not() {
+        let mut ids = crate::call::CallIds::default();
+        let id = crate::CallContext::new().identify(&mut ids);
+        for (fence, doubt) in [(Fence::because(id, "tested"), true), (Fence::process_gone(id), false)] {
+            let mut attempts = write(CallError::ambiguous("reset")).take_attempts();
+            attempts[0].settled = Some(Settled::NotLanded(fence));
+            let answer = write(CallError::server(ServerError::new(1, "exists"))).after_attempts(attempts);
+            assert_eq!((answer.outcome(), answer.may_have_landed()), (Outcome::Answered, doubt));
+        }
+    }
+
+    #[test]
+    fn the_text_begins_with_what_is_known_and_holds_no_foreign_text() {
+        let secret = || std::io::Error::other("token=hunter2");
+        let unknown = write(CallError::ambiguous(secret()));
+        assert_eq!(
+            unknown.to_string(),
+            "outcome UNKNOWN: pay: the service failed (other error); \
+             the write may have been applied; verify before repeating"
+        );
+        let read = CallError::ambiguous("token").of_call("list", Effect::ReadOnly).with_attempt(None);
+        assert_eq!(read.to_string(), "no answer: list: the service failed (read-only, safe to repeat)");
+        let refused = write(CallError::refused(Refusal::Shutdown));
+        assert_eq!(refused.to_string(), "not done: pay: the stack is shut down");
+        let answer = write(CallError::server(ServerError::new(-32000, "quota")));
+        assert_eq!(answer.to_string(), "answered: pay: quota (code -32000)");
+        assert!(!format!("{unknown:?}{read:?}").contains("token"));
+    }
+
+    #[test]
+    fn probable_evidence_is_weaker_for_writes() {
+        let write = CallError::evidence(Evidence::Unavailable, "503").of_call("w", Effect::Write);
+        assert_eq!(write.with_attempt(None).outcome(), Outcome::Unknown);
+        let read = CallError::evidence(Evidence::Unavailable, "503").of_call("r", Effect::ReadOnly);
+        assert_eq!(read.with_attempt(None).outcome(), Outcome::NotDone);
+    }
+
+    #[test]
+    fn a_call_error_in_a_box_is_found_and_kept() {
+        let boxed: BoxError = Box::new(CallError::not_sent("x").connection_lost());
+        assert_eq!(CallError::from_boxed(boxed).delivery(), Delivery::NotSent);
+
+        #[derive(Debug, thiserror::Error)]
+        #[error("wrapped")]
+        struct Wrapped(#[source] CallError);
+        let error = CallError::from_boxed(Box::new(Wrapped(CallError::not_processed("x"))));
+        assert_eq!(error.delivery(), Delivery::NotProcessed);
+        assert!(error.downcast::<Wrapped>().is_ok());
+        assert_eq!(CallError::from_boxed("x".into()).delivery(), Delivery::Ambiguous);
+    }
+
+    #[test]
+    fn the_request_is_handed_back_to_those_who_know_its_type() {
+        let mut error = CallError::not_sent("x").with_request(7_u8);
+        assert_eq!(error.take_request::<u16>(), None);
+        assert_eq!(error.take_request::<u8>(), Some(7));
+        assert_eq!(error.take_request::<u8>(), None);
+    }
+
+    #[test]
+    fn a_closure_is_charged_once() {
+        let closure = Closure::new("closed");
+        assert!(!closure.charge_once(|| false));
+        assert!(!closure.charge_once(|| true));
+    }
+
+    #[tokio::test]
+    async fn the_exit_is_known_to_all_and_a_dropped_waiter_hands_on() {
+        assert!(Closure::new("closed").exited().await.is_none());
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let exit = Box::pin(async { told.await.unwrap() });
+        let closure = Closure::of_process("closed", 0, true, Some(exit));
+        let mut first = tokio_test::task::spawn(closure.exited());
+        let mut second = tokio_test::task::spawn(closure.exited());
+        assert!(first.poll().is_pending() && second.poll().is_pending());
+        drop(first);
+        assert!(second.is_woken());
+        assert!(second.poll().is_pending());
+        tell.send(Exit::new(None, true)).unwrap();
+        assert!(second.is_woken());
+        drop(second);
+        assert!(closure.exited().await.unwrap().group_gone);
+        assert!(closure.exit().unwrap().group_gone);
+    }
+}

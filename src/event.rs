@@ -1,0 +1,295 @@
+//! What the layers report: every call that needed more than one attempt or a reconnect, every closure,
+//! every recovery, every write in doubt.
+//!
+//! An event holds no token, header value, session id, argument or result. All of them serialize, and go to
+//! [`tracing`] (target `goaround`) too, whether or not somebody asked for them by `on_event`.
+
+use std::{
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
+
+use serde::Serialize;
+
+use crate::{
+    Attempt, Basis, CallContext, CallError, CallId, Effect, Outcome,
+    call::CallIds,
+    write_safety::{Fence, VerdictKind},
+};
+
+/// Something that an operator may want to know. By reference: keep what you need.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A call with more than one attempt or a reconnect has ended. Emitted once, for the outermost layer of
+    /// this crate that the call passed.
+    Call(&'a CallReport),
+    /// A connection closed. Emitted when the connect that followed it has ended, so that it can say what was
+    /// there before and after.
+    Incident(&'a Incident),
+    /// A read succeeded on the connection that followed a closure.
+    Recovery(&'a Recovery),
+    /// A write that was in doubt has been settled or given up. Emitted once per write.
+    InDoubt(&'a DoubtReport),
+    /// A write was given up by its caller after it was handed over: its future was dropped, by choice, by a
+    /// panic or by a shutdown. Nobody but this event says so.
+    Abandoned(&'a CallReport),
+    /// The answer to an attempt that somebody had given up arrived.
+    LateAnswer(&'a LateAnswer),
+}
+
+/// How a call went.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct CallReport {
+    /// The call.
+    pub call: Option<CallId>,
+    /// Its method.
+    pub method: String,
+    /// What it may do.
+    pub effect: Effect,
+    /// Who said so.
+    pub basis: Basis,
+    /// Its attempts, in their order.
+    pub attempts: Vec<Attempt>,
+    /// `None` for a success.
+    pub outcome: Option<Outcome>,
+    /// What the layers noted, such as why a retry was suppressed.
+    pub notes: Vec<String>,
+}
+
+/// How a connection ended.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Incident {
+    /// The method of the call that learnt of it; empty where the connection itself did, or, of calls after the
+    /// first, where its errors do not name them.
+    pub method: String,
+    /// What that call may have done.
+    pub effect: Option<Effect>,
+    /// The error that came with it.
+    pub error: String,
+    /// The number of the connection that closed.
+    pub generation: u64,
+    /// How many calls were in flight, where the connection counts them.
+    pub in_flight: usize,
+    /// Who was there before.
+    pub before: Option<Peer>,
+    /// Who is there now; `None` if no connection could be made.
+    pub after: Option<Peer>,
+    /// Whether the server's process was started again.
+    pub process_restarted: bool,
+    /// Whether the old process was still there when the next one was started, so that no fence holds.
+    pub overlap: bool,
+    /// How the process ended, in the words of the operating system.
+    pub exit: Option<String>,
+    /// The last lines that the process wrote to its standard error.
+    pub stderr: Vec<String>,
+}
+
+/// What a server says of itself, and we of us, in the handshake.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Peer {
+    /// The server's name and version.
+    pub server: Option<Implementation>,
+    /// The client's name and version.
+    pub client: Option<Implementation>,
+    /// The protocol version agreed upon.
+    pub protocol: Option<String>,
+}
+
+/// A program's name and version.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize, Serialize)]
+#[non_exhaustive]
+pub struct Implementation {
+    /// The name.
+    pub name: String,
+    /// The version.
+    pub version: String,
+}
+
+impl Implementation {
+    /// That name and version.
+    pub fn new(name: impl Into<String>, version: impl Into<String>) -> Self {
+        Self { name: name.into(), version: version.into() }
+    }
+}
+
+/// A connection works again.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Recovery {
+    /// The number of the new connection.
+    pub generation: u64,
+    /// How long it took from the closure's discovery to the new connection.
+    pub reconnect: Duration,
+    /// How long it took from the closure's discovery to the read that proved the recovery.
+    pub took: Duration,
+    /// The read that proved it.
+    pub proved_by: String,
+}
+
+/// How the doubt about a write went.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct DoubtReport {
+    /// The call.
+    pub call: CallId,
+    /// Its method.
+    pub method: String,
+    /// What it may do.
+    pub effect: Effect,
+    /// Its attempts, in their order.
+    pub attempts: Vec<Attempt>,
+    /// What ended the doubt; `None` where no check came to a verdict.
+    pub verdict: Option<VerdictKind>,
+    /// Why, in words.
+    pub reason: Option<String>,
+    /// By what fence the earlier attempt cannot land any more.
+    pub fence: Option<Fence>,
+    /// Whether the call was handed over a second time.
+    pub replayed: bool,
+    /// `None` for a success.
+    pub outcome: Option<Outcome>,
+}
+
+/// A late success.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct LateAnswer {
+    /// The call.
+    pub call: Option<CallId>,
+    /// Its method.
+    pub method: String,
+    /// The fence that had said that this attempt cannot land. It does not hold: whatever it rests on is not
+    /// true, and the write may have been applied twice.
+    pub violated: Option<Fence>,
+}
+
+type Sink = dyn Fn(Event<'_>) + Send + Sync;
+
+/// Where a layer's events go: to the caller's function, if there is one, and to `tracing`.
+///
+/// A clone has a reference count of its own, so that calls over clones do not contend for one; `share` is
+/// for what belongs to one call.
+#[derive(Default)]
+pub(crate) struct Events(Option<Arc<Arc<Sink>>>);
+
+impl Events {
+    pub(crate) fn to(sink: impl Fn(Event<'_>) + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(Arc::new(sink))))
+    }
+
+    #[inline]
+    pub(crate) fn share(&self) -> Self {
+        Self(self.0.clone())
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// A sink that panics harms nobody: events are also emitted from destructors, where a second panic
+    /// would abort, and while others wait to be woken.
+    pub(crate) fn emit(&self, event: Event<'_>) {
+        let _ = catch_unwind(AssertUnwindSafe(|| trace(event)));
+        if let Some(sink) = &self.0 {
+            let _ = catch_unwind(AssertUnwindSafe(|| sink(event)));
+        }
+    }
+
+    /// Reports a failed call, if there is something to report: more than one attempt, or a reconnect.
+    pub(crate) fn failed(&self, call: Option<CallId>, basis: Basis, error: &CallError) {
+        if error.attempts().len() < 2 {
+            return;
+        }
+        self.emit(Event::Call(&CallReport {
+            call,
+            method: error.method().to_owned(),
+            effect: error.effect(),
+            basis,
+            attempts: error.attempts().to_vec(),
+            outcome: Some(error.outcome()),
+            notes: error.notes().map(str::to_owned).collect(),
+        }));
+    }
+}
+
+/// Notes in a call's context that a layer has it: says whether that layer is the outermost, which names the
+/// call, whose `on_event` the layers below use too, and which reports a failure.
+#[inline]
+pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Events) -> bool {
+    if context.entered {
+        return false;
+    }
+    context.entered = true;
+    context.identify(ids);
+    if events.is_set() {
+        context.events = events.share();
+    }
+    true
+}
+
+/// What the outermost layer keeps of a call that it gives away, to report its failure.
+#[derive(Debug)]
+pub(crate) struct Report {
+    call: Option<CallId>,
+    basis: Basis,
+    events: Events,
+}
+
+impl Report {
+    #[inline]
+    pub(crate) fn of(context: &CallContext) -> Self {
+        Self { call: context.id(), basis: context.basis(), events: context.events.share() }
+    }
+
+    pub(crate) fn failed(&self, error: &CallError) {
+        self.events.failed(self.call, self.basis, error);
+    }
+}
+
+impl Clone for Events {
+    fn clone(&self) -> Self {
+        Self(self.0.as_deref().map(|sink| Arc::new(Arc::clone(sink))))
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_set() { "Events(..)" } else { "Events(tracing)" })
+    }
+}
+
+fn trace(event: Event<'_>) {
+    match event {
+        Event::Call(r) if r.outcome.is_none() => {
+            tracing::info!(target: "goaround", method = %r.method, attempts = r.attempts.len(), "call answered");
+        }
+        Event::Call(r) => {
+            tracing::warn!(target: "goaround", method = %r.method, attempts = r.attempts.len(), outcome = ?r.outcome, "call failed");
+        }
+        Event::Incident(r) => {
+            tracing::warn!(target: "goaround", generation = r.generation, error = %r.error, in_flight = r.in_flight, exit = r.exit, "connection closed");
+        }
+        Event::Recovery(r) => {
+            tracing::info!(target: "goaround", generation = r.generation, took = ?r.took, proved_by = %r.proved_by, "recovered");
+        }
+        Event::InDoubt(r) => {
+            tracing::warn!(target: "goaround", call = %r.call, method = %r.method, verdict = ?r.verdict, replayed = r.replayed, outcome = ?r.outcome, "write in doubt");
+        }
+        Event::Abandoned(r) => {
+            tracing::warn!(target: "goaround", method = %r.method, "write abandoned by its caller after it was handed over");
+        }
+        Event::LateAnswer(r) => match &r.violated {
+            Some(fence) => {
+                tracing::error!(target: "goaround", method = %r.method, %fence, "fence violated: a replaced attempt succeeded");
+            }
+            None => tracing::info!(target: "goaround", method = %r.method, "late answer"),
+        },
+    }
+}

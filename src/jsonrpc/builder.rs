@@ -1,0 +1,200 @@
+//! How a [`Client`] is set up.
+
+use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::watch,
+};
+
+use super::{
+    Client, Handler, Request,
+    client::Shared,
+    driver::{Driver, Limits},
+    handler::AnyHandler,
+};
+use crate::{Closure, Exit, connection::BoxFuture};
+
+/// Makes the notification that tells the peer that nobody waits for an answer any more.
+pub(super) type Cancel = Arc<dyn Fn(u64, &str) -> Option<Request> + Send + Sync>;
+
+/// Sets up a [`Client`]; made by [`Client::builder`].
+///
+/// A value that makes no sense, such as a limit of zero, is not an error here: the client refuses each call
+/// and names it ([`Refusal::Config`](crate::Refusal::Config)).
+#[must_use]
+pub struct Builder {
+    pub(super) max_line: usize,
+    pub(super) max_in_flight: usize,
+    pub(super) exact_writes: bool,
+    pub(super) handler: Option<Arc<dyn AnyHandler>>,
+    pub(super) probe: Option<(Request, Duration)>,
+    pub(super) cancel: Option<Cancel>,
+    pub(super) process: Option<Process>,
+}
+
+/// The process at the other end, as its connector knows it.
+pub(crate) struct Process {
+    /// The child's own exit. What is in the pipe is then read for a short time, and the connection closes.
+    pub(crate) exited: BoxFuture<()>,
+    /// The end of the whole process group, for [`Closure::exited`](crate::Closure::exited).
+    pub(crate) exit: watch::Receiver<Option<Exit>>,
+    /// Whether its effects end with it, as the user declared.
+    pub(crate) ends_effects: bool,
+    /// The last lines of its standard error.
+    pub(crate) stderr: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
+    /// Whether the process before it was still there when it was started.
+    pub(crate) overlapped: bool,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            max_line: 64 << 20,
+            max_in_flight: 65_536,
+            exact_writes: false,
+            handler: None,
+            probe: None,
+            cancel: Some(Arc::new(cancelled)),
+            process: None,
+        }
+    }
+}
+
+impl Builder {
+    /// The longest message that is kept, in bytes; 64 MiB as it stands.
+    ///
+    /// A longer answer ends its call with [`Cause::AnswerTooLarge`](crate::Cause::AnswerTooLarge) as soon as
+    /// its id has been read, without being kept: a write was done and its result is lost. Other messages of
+    /// that length are ignored. The connection lives on.
+    pub fn max_line(mut self, bytes: usize) -> Self {
+        self.max_line = bytes;
+        self
+    }
+
+    /// How many calls may be queued or wait for an answer at once; 65,536 as it stands. One more is refused
+    /// at once ([`Refusal::Overloaded`](crate::Refusal::Overloaded)): nothing of it is sent.
+    pub fn max_in_flight(mut self, calls: usize) -> Self {
+        self.max_in_flight = calls;
+        self
+    }
+
+    /// Declares that the transport has written what a write accepted and nothing else, also where a write
+    /// fails or has to wait: true of pipes and sockets, not of TLS and other layers that buffer, nor of the
+    /// pipes of child processes on Windows.
+    ///
+    /// Without it, a request is ambiguous at a closure once its bytes were offered to the transport. With it,
+    /// one of which no byte was accepted is provably not sent, and one that was cut is provably not
+    /// processed: it may be handed over again, also if it is a write. A false declaration repeats writes.
+    pub fn exact_writes(mut self) -> Self {
+        self.exact_writes = true;
+        self
+    }
+
+    /// Who answers the peer's requests and takes its notifications. As it stands, requests are answered with
+    /// method not found and notifications are ignored.
+    pub fn handler(mut self, handler: impl Handler) -> Self {
+        self.handler = Some(Arc::new(handler));
+        self
+    }
+
+    /// A request that changes nothing and that a living peer answers soon, such as MCP's `ping`, by which
+    /// the connection judges silence.
+    ///
+    /// If a call's deadline passes and nothing at all was received since the call was sent, it is sent once.
+    /// If still nothing is received within `timeout`, the peer counts as gone and the connection closes: all
+    /// calls on it end. Calls with time left postpone that until their deadline, those without a deadline
+    /// for at most five minutes; meanwhile no other call is sent. Without a probe, a silent peer is waited
+    /// for by each call up to its own deadline, for ever.
+    pub fn probe(mut self, request: Request, timeout: Duration) -> Self {
+        self.probe = Some((request, timeout));
+        self
+    }
+
+    /// What to tell the peer when nobody waits for an answer any more: the notification that `cancel` makes
+    /// of the call's id on the wire and its method; `None` says nothing.
+    ///
+    /// As it stands this is MCP's `notifications/cancelled` for everything but `initialize`. It never
+    /// reaches another connection than the call's own, and it proves nothing: a call that was cancelled
+    /// stays in doubt. `cancel` runs within the connection's task and must return at once.
+    pub fn cancel_with(
+        mut self,
+        cancel: impl Fn(u64, &str) -> Option<Request> + Send + Sync + 'static,
+    ) -> Self {
+        self.cancel = Some(Arc::new(cancel));
+        self
+    }
+
+    /// Never tells the peer that nobody waits for an answer any more.
+    pub fn without_cancel(mut self) -> Self {
+        self.cancel = None;
+        self
+    }
+
+    pub(crate) fn process(mut self, process: Process) -> Self {
+        self.process = Some(process);
+        self
+    }
+
+    /// Connects over that transport, by a task on the current tokio runtime.
+    ///
+    /// Outside of a runtime the client refuses each call.
+    pub fn connect<T>(mut self, io: T) -> Client
+    where
+        T: AsyncRead + AsyncWrite + Send + 'static,
+    {
+        let runtime = tokio::runtime::Handle::try_current();
+        let wrong = self.wrong().or(match runtime {
+            Ok(_) => None,
+            Err(_) => Some("a JSON-RPC client needs a tokio runtime"),
+        });
+        let process = self.process.take();
+        let shared = Arc::new(Shared::new(wrong, &self, process.as_ref()));
+        let client = Client::of(shared.clone());
+        if let Some(wrong) = wrong {
+            shared.publish(Closure::new(wrong));
+        } else if let Ok(runtime) = runtime {
+            let limits = Limits { line: self.max_line, exact_writes: self.exact_writes };
+            let process = process.map(|process| process.exited);
+            let driver =
+                Driver::new(shared, Box::pin(io), limits, self.handler, self.probe, self.cancel, process);
+            runtime.spawn(driver);
+        }
+        client
+    }
+
+    pub(crate) fn wrong(&self) -> Option<&'static str> {
+        if self.max_line == 0 {
+            return Some("max_line is zero bytes");
+        }
+        if self.max_in_flight == 0 {
+            return Some("max_in_flight is zero calls");
+        }
+        match &self.probe {
+            Some((_, Duration::ZERO)) => Some("the timeout of the probe is zero"),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("max_line", &self.max_line)
+            .field("max_in_flight", &self.max_in_flight)
+            .field("exact_writes", &self.exact_writes)
+            .field("handler", &self.handler.is_some())
+            .field("probe", &self.probe)
+            .field("cancel", &self.cancel.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+/// MCP's notification, which forbids it for `initialize`.
+fn cancelled(id: u64, method: &str) -> Option<Request> {
+    if method == "initialize" {
+        return None;
+    }
+    let params = serde_json::json!({ "requestId": id, "reason": "nobody waits for the answer any more" });
+    Request::new(Cow::Borrowed("notifications/cancelled"), params).ok()
+}

@@ -1,0 +1,400 @@
+//! The framing: one message a line, and what can be learnt from a line that is too long to keep.
+
+use std::io;
+
+use bytes::{Buf, BytesMut};
+use tokio_util::codec::Decoder;
+
+use super::message::own_id;
+
+/// What the framing finds.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Piece {
+    /// A line that is not empty, without its end.
+    Line(BytesMut),
+    /// A line above the limit has ended, in which no answer was found.
+    TooLong,
+    /// A line above the limit is the answer to our request with that id; at once when that is known.
+    TooLongAnswer(u64),
+}
+
+/// Splits at newlines, incrementally: no byte is looked at twice.
+#[derive(Debug)]
+pub(super) struct Lines {
+    max: usize,
+    /// How much of the buffer holds no newline.
+    scanned: usize,
+    /// What reads the rest of a line above the limit.
+    skipping: Option<Scanner>,
+}
+
+impl Lines {
+    pub(super) fn new(max: usize) -> Self {
+        Self { max, scanned: 0, skipping: None }
+    }
+
+    /// Reads on in a line that is too long, up to its end, or up to an answer's id.
+    fn skip(&mut self, mut scanner: Scanner, bytes: &mut BytesMut) -> Option<Piece> {
+        let end = memchr::memchr(b'\n', bytes);
+        let (used, id) = scanner.read(&bytes[..end.unwrap_or(bytes.len())]);
+        match (id, end) {
+            (Some(id), _) => {
+                bytes.advance(used);
+                self.skipping = Some(scanner);
+                Some(Piece::TooLongAnswer(id))
+            }
+            (None, Some(end)) => {
+                bytes.advance(end + 1);
+                (!scanner.told).then_some(Piece::TooLong)
+            }
+            (None, None) => {
+                bytes.clear();
+                self.skipping = Some(scanner);
+                None
+            }
+        }
+    }
+}
+
+impl Decoder for Lines {
+    type Item = Piece;
+    type Error = io::Error;
+
+    fn decode(&mut self, bytes: &mut BytesMut) -> io::Result<Option<Piece>> {
+        loop {
+            if let Some(scanner) = self.skipping.take() {
+                if let Some(piece) = self.skip(scanner, bytes) {
+                    return Ok(Some(piece));
+                }
+                if self.skipping.is_some() {
+                    return Ok(None);
+                }
+            }
+            let end = memchr::memchr(b'\n', &bytes[self.scanned..]).map(|at| self.scanned + at);
+            if end.unwrap_or(bytes.len()) > self.max {
+                self.scanned = 0;
+                self.skipping = Some(Scanner::default());
+                continue;
+            }
+            let Some(end) = end else {
+                self.scanned = bytes.len();
+                return Ok(None);
+            };
+            self.scanned = 0;
+            let mut line = bytes.split_to(end + 1);
+            line.truncate(end);
+            if let Some(line) = filled(line) {
+                return Ok(Some(line));
+            }
+        }
+    }
+
+    /// A line without its newline is one too.
+    fn decode_eof(&mut self, bytes: &mut BytesMut) -> io::Result<Option<Piece>> {
+        if let Some(piece) = self.decode(bytes)? {
+            return Ok(Some(piece));
+        }
+        self.scanned = 0;
+        match self.skipping.take() {
+            Some(scanner) => Ok((!scanner.told).then_some(Piece::TooLong)),
+            None => Ok(filled(bytes.split())),
+        }
+    }
+}
+
+fn filled(mut line: BytesMut) -> Option<Piece> {
+    if line.last() == Some(&b'\r') {
+        line.truncate(line.len() - 1);
+    }
+    if line.iter().all(u8::is_ascii_whitespace) { None } else { Some(Piece::Line(line)) }
+}
+
+/// Finds the top-level `id` of answers in JSON that flows by, in bounded memory: servers may put it last.
+///
+/// An answer has a `result` or an `error` and no `method`. A key that is written with escapes is not seen,
+/// which can only lose an answer, never make one: both keys are needed.
+#[derive(Debug, Default)]
+struct Scanner {
+    depth: usize,
+    /// Depth of an answer's keys: 1, or 2 within a batch; 0 before the first bracket.
+    base: usize,
+    in_string: bool,
+    escaped: bool,
+    /// Whether the next string at that depth is a key.
+    key_next: bool,
+    /// The token under way at that depth, cut off where it is too long for any that we look for.
+    token: Token,
+    key: Option<Key>,
+    id: Id,
+    answers: bool,
+    asks: bool,
+    /// Whether any answer has been found in this line.
+    told: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    Id,
+    Method,
+    Answer,
+    Other,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Id {
+    #[default]
+    None,
+    Own(u64),
+    /// Not one of ours, or more than one.
+    Foreign,
+    /// Told already.
+    Told,
+}
+
+#[derive(Debug, Default)]
+struct Token {
+    bytes: [u8; 24],
+    len: usize,
+}
+
+impl Token {
+    fn push(&mut self, byte: u8) {
+        if let Some(slot) = self.bytes.get_mut(self.len) {
+            *slot = byte;
+        }
+        self.len = self.len.saturating_add(1);
+    }
+
+    fn take(&mut self) -> Option<&[u8]> {
+        let len = std::mem::take(&mut self.len);
+        self.bytes.get(..len)
+    }
+}
+
+impl Scanner {
+    /// Reads on, until an answer's id is known or the bytes are used up.
+    fn read(&mut self, bytes: &[u8]) -> (usize, Option<u64>) {
+        let mut at = 0;
+        while at < bytes.len() {
+            if self.in_string && self.depth != self.base && !self.escaped {
+                // Most of a large answer is the inside of strings.
+                match memchr::memchr2(b'"', b'\\', &bytes[at..]) {
+                    Some(skip) => at += skip,
+                    None => return (bytes.len(), None),
+                }
+            }
+            self.step(bytes[at]);
+            at += 1;
+            if let Id::Own(id) = self.id
+                && self.answers
+                && !self.asks
+            {
+                (self.id, self.told) = (Id::Told, true);
+                return (at, Some(id));
+            }
+        }
+        (at, None)
+    }
+
+    fn step(&mut self, byte: u8) {
+        let here = self.depth == self.base && self.base > 0;
+        if self.in_string {
+            if here {
+                self.token.push(byte);
+            }
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = true,
+                b'"' => {
+                    self.in_string = false;
+                    if here && self.key_next {
+                        self.end_key();
+                    }
+                }
+                _ => {}
+            }
+            return;
+        }
+        match byte {
+            b'"' => {
+                self.in_string = true;
+                if here {
+                    self.token.push(byte);
+                }
+            }
+            b'{' | b'[' => self.open(byte),
+            b'}' | b']' => {
+                if here {
+                    self.end_value();
+                    // The next element of a batch is another message.
+                    self.key = None;
+                }
+                self.depth = self.depth.saturating_sub(1);
+            }
+            b':' if here => {
+                self.key_next = false;
+                self.token.len = 0;
+            }
+            b',' if here => {
+                self.end_value();
+                self.key_next = true;
+            }
+            b' ' | b'\t' | b'\r' if self.token.len == 0 => {}
+            _ if here => self.token.push(byte),
+            _ => {}
+        }
+    }
+
+    fn open(&mut self, byte: u8) {
+        if self.base == 0 {
+            self.base = if byte == b'{' { 1 } else { 2 };
+        } else if self.depth == self.base && self.key == Some(Key::Id) {
+            self.id = Id::Foreign;
+        }
+        self.depth = self.depth.saturating_add(1);
+        if self.depth == self.base && byte == b'{' {
+            (self.id, self.answers, self.asks) = (Id::None, false, false);
+            (self.key, self.key_next) = (None, true);
+            self.token.len = 0;
+        }
+    }
+
+    fn end_key(&mut self) {
+        let key = match self.token.take() {
+            Some(br#""id""#) => Key::Id,
+            Some(br#""method""#) => Key::Method,
+            Some(br#""result""# | br#""error""#) => Key::Answer,
+            _ => Key::Other,
+        };
+        self.answers |= key == Key::Answer;
+        self.asks |= key == Key::Method;
+        self.key = Some(key);
+    }
+
+    fn end_value(&mut self) {
+        if self.key.take() == Some(Key::Id) {
+            let own = self.token.take().and_then(|token| own_id(std::str::from_utf8(token).ok()?.trim_end()));
+            self.id = match (&self.id, own) {
+                (Id::None, Some(id)) => Id::Own(id),
+                _ => Id::Foreign,
+            };
+        }
+        self.token.len = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pieces(lines: &mut Lines, bytes: &mut BytesMut) -> Vec<Piece> {
+        std::iter::from_fn(|| lines.decode(bytes).unwrap()).collect()
+    }
+
+    /// Decodes in chunks of that size.
+    fn decode(max: usize, chunk: usize, input: &[u8]) -> Vec<Piece> {
+        let mut lines = Lines::new(max);
+        let mut bytes = BytesMut::new();
+        let mut found = Vec::new();
+        for part in input.chunks(chunk) {
+            bytes.extend_from_slice(part);
+            found.extend(pieces(&mut lines, &mut bytes));
+        }
+        while let Some(piece) = lines.decode_eof(&mut bytes).unwrap() {
+            found.push(piece);
+        }
+        found
+    }
+
+    fn line(text: &str) -> Piece {
+        Piece::Line(BytesMut::from(text))
+    }
+
+    #[test]
+    fn lines_end_with_a_newline_of_either_kind_or_with_the_input() {
+        for chunk in 1..12 {
+            let found = decode(100, chunk, b"one\n\r\n \n\ntwo\r\nthree");
+            assert_eq!(found, [line("one"), line("two"), line("three")], "chunks of {chunk}");
+        }
+    }
+
+    #[test]
+    fn a_line_of_the_limit_passes_and_one_above_does_not() {
+        for chunk in 1..8 {
+            let found = decode(5, chunk, b"12345\n123456\n1234567890123\nab\n");
+            assert_eq!(found, [line("12345"), Piece::TooLong, Piece::TooLong, line("ab")]);
+        }
+    }
+
+    #[test]
+    fn the_id_of_a_long_answer_is_found_wherever_it_is() {
+        let pad = "x".repeat(50);
+        for text in [
+            format!(r#"{{"jsonrpc":"2.0","id":7,"result":{{"id":8,"a":["{pad}"]}}}}"#),
+            format!(r#"{{"result":{{"id":8,"a":["{pad}\\\"}}{{",1]}},"jsonrpc":"2.0","id":7}}"#),
+            format!(r#"{{ "error" : {{"message":"{pad}", "method":1}} , "id" : "7" }}"#),
+            format!(r#"{{"result":"{pad}","id":7}}"#),
+            format!(r#"{{"result":{}1.5e3,"id":7}}"#, pad.replace('x', " ")),
+        ] {
+            for chunk in 1..text.len() {
+                let found = decode(20, chunk, format!("{text}\nab\n").as_bytes());
+                assert_eq!(found, [Piece::TooLongAnswer(7), line("ab")], "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_id_is_told_before_the_line_ends() {
+        let mut lines = Lines::new(20);
+        let mut bytes = BytesMut::from(&br#"{"id":7,"result":"aaaaaaaaaaaaaaaaaaaaaaaaa"#[..]);
+        assert_eq!(pieces(&mut lines, &mut bytes), [Piece::TooLongAnswer(7)]);
+        assert!(bytes.is_empty());
+        bytes.extend_from_slice(&[b'a'; 1000]);
+        assert_eq!(pieces(&mut lines, &mut bytes), []);
+        assert!(bytes.is_empty());
+        bytes.extend_from_slice(b"\",\"id\":7}\n1\n");
+        assert_eq!(pieces(&mut lines, &mut bytes), [line("1")]);
+    }
+
+    #[test]
+    fn what_is_no_answer_of_ours_is_not_taken_for_one() {
+        let pad = "x".repeat(50);
+        for text in [
+            format!(r#"{{"id":7,"method":"m","result":"{pad}"}}"#),
+            format!(r#"{{"method":"m","params":{{"result":1}},"id":7,"pad":"{pad}"}}"#),
+            format!(r#"{{"id":7,"pad":"{pad}"}}"#),
+            format!(r#"{{"id":7,"id":8,"result":"{pad}"}}"#),
+            format!(r#"{{"id":null,"result":"{pad}"}}"#),
+            format!(r#"{{"id":7.0,"result":"{pad}"}}"#),
+            format!(r#"{{"id":-7,"result":"{pad}"}}"#),
+            format!(r#"{{"id":[7],"result":"{pad}"}}"#),
+            format!(r#"{{"id":{{"id":7}},"result":"{pad}"}}"#),
+            format!(r#"{{"id":"{pad}","result":1}}"#),
+            format!(r#"{{"a":{{"id":7,"result":"{pad}"}}}}"#),
+            format!(r#"["id",7,"result",{{"x":"{pad}"}}]"#),
+            format!(r#"]]]}}}}{pad}"id":7"result":"#),
+        ] {
+            for chunk in [1, 7, 1000] {
+                let found = decode(20, chunk, format!("{text}\nab\n").as_bytes());
+                assert_eq!(found, [Piece::TooLong, line("ab")], "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_line_may_end_with_the_input() {
+        assert_eq!(decode(5, 3, b"1234567"), [Piece::TooLong]);
+        assert_eq!(decode(5, 3, br#"{"id":1,"result":"#), [Piece::TooLongAnswer(1)]);
+    }
+
+    #[test]
+    fn each_answer_of_a_long_batch_is_found() {
+        let text =
+            br#"[{"id":1,"result":{"id":9}},{"method":"m","id":4},{"result":[],"id":2},{"id":3,"error":0}]"#;
+        for chunk in [1, 7, 1000] {
+            let found = decode(20, chunk, text);
+            let answers = [1, 2, 3].map(Piece::TooLongAnswer);
+            assert_eq!(found, answers);
+        }
+    }
+}

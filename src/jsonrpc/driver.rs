@@ -1,0 +1,820 @@
+//! The connection's task: it alone owns the transport, and the calls whose frames it took.
+
+use std::{
+    borrow::Cow,
+    collections::{HashMap, VecDeque},
+    fmt,
+    future::Future,
+    hash::{BuildHasherDefault, Hasher},
+    io, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    sync::{Arc, atomic::Ordering},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use bytes::BytesMut;
+use serde_json::value::RawValue;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    task::JoinSet,
+    time::{Instant, Sleep, sleep, sleep_until},
+};
+use tokio_util::{codec::Decoder, io::poll_read_buf};
+
+use super::{
+    Notification, Request, Response, ServerRequest,
+    builder::Cancel,
+    client::{Note, Shared, named},
+    codec::{Lines, Piece},
+    exchange::{Exchange, Outcome},
+    handler::{AnyHandler, internal, not_found},
+    message::{Incoming, read_line, write_answer},
+};
+use crate::{
+    Activity, Call, CallError, CallId, Cause, Closure, Delivery, Event, Evidence, Scope, ServerError,
+    connection::BoxFuture,
+    event::{Events, LateAnswer},
+};
+
+/// How much is taken from the queue at once. Small, so that what is behind a stalled pipe can be withdrawn.
+const BATCH: usize = 16 << 10;
+/// How much is read at once.
+const READ: usize = 16 << 10;
+/// A buffer above this is let go when it is empty.
+const KEEP: usize = 1 << 20;
+/// How often the task reads and writes before it lets others run.
+const ROUNDS: usize = 16;
+/// How long a pipe is read on that nobody writes to any more.
+const DRAIN: Duration = Duration::from_millis(50);
+/// How many requests of the peer are answered at once.
+const MAX_ASKED: usize = 64;
+/// How many frames of our own (answers, cancellations) wait for a peer that does not read.
+const MAX_OWN: usize = 1024;
+/// How many calls that were given up are remembered, in case that their answers come.
+const MAX_REMEMBERED: usize = 1024;
+/// How long calls without a deadline keep a connection open whose peer is silent.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(super) trait Io: AsyncRead + AsyncWrite + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Send> Io for T {}
+
+type Pending = HashMap<u64, Arc<Exchange>, BuildHasherDefault<OwnIds>>;
+
+pub(super) struct Limits {
+    pub(super) line: usize,
+    pub(super) exact_writes: bool,
+}
+
+pub(super) struct Driver {
+    shared: Arc<Shared>,
+    /// `None` once the connection is closed.
+    io: Option<Pin<Box<dyn Io>>>,
+    limits: Limits,
+    lines: Lines,
+    input: BytesMut,
+    out: Out,
+    /// Frames of our own: answers, cancellations, probes.
+    own: VecDeque<Vec<u8>>,
+    last_id: u64,
+    /// Calls whose frames are written.
+    pending: Pending,
+    remembered: Remembered,
+    cancel: Option<Cancel>,
+    handler: Option<Arc<dyn AnyHandler>>,
+    answering: JoinSet<Result<Response, ServerError>>,
+    /// The peer's ids of the requests that are being answered.
+    asked: HashMap<tokio::task::Id, Box<str>>,
+    /// Calls that have ended and do not know it yet, so that one lock serves many.
+    done: Vec<(Arc<Exchange>, Outcome)>,
+    /// How many others are in flight no more.
+    freed: usize,
+    notes: Vec<Note>,
+    batch: Vec<Arc<Exchange>>,
+    /// How often the peer has been heard.
+    heard: u64,
+    silence: Silence,
+    exited: Option<BoxFuture<()>>,
+    /// Nothing is written any more; what is in the pipe is read until then.
+    draining: Option<(Cow<'static, str>, Pin<Box<Sleep>>)>,
+    /// Nobody is left; what is begun is written until then.
+    leaving: Option<Pin<Box<Sleep>>>,
+    end: Option<Cow<'static, str>>,
+}
+
+/// What is being written.
+#[derive(Default)]
+struct Out {
+    bytes: Vec<u8>,
+    /// How many of them the transport has accepted.
+    accepted: usize,
+    /// The calls in it that are not accepted to their last byte.
+    marks: VecDeque<Mark>,
+    unflushed: bool,
+}
+
+/// Where in the bytes a call's frame is.
+struct Mark {
+    start: usize,
+    end: usize,
+    exchange: Arc<Exchange>,
+    /// Whether the peer can have read a whole message.
+    entered: bool,
+}
+
+/// What is known of a peer that is not heard.
+struct Silence {
+    probe: Option<(Request, Duration)>,
+    /// The probe's id, also after it has done its work.
+    id: Option<u64>,
+    probing: Option<Pin<Box<Sleep>>>,
+    doomed: Option<Doomed>,
+}
+
+/// The peer counts as gone; these calls are still waited for, each until its instant.
+struct Doomed {
+    calls: Vec<(u64, Instant)>,
+    timer: Pin<Box<Sleep>>,
+}
+
+// ===== impl Driver =====
+
+impl Driver {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        io: Pin<Box<dyn Io>>,
+        limits: Limits,
+        handler: Option<Arc<dyn AnyHandler>>,
+        probe: Option<(Request, Duration)>,
+        cancel: Option<Cancel>,
+        exited: Option<BoxFuture<()>>,
+    ) -> Self {
+        Self {
+            shared,
+            io: Some(io),
+            lines: Lines::new(limits.line),
+            limits,
+            input: BytesMut::new(),
+            out: Out::default(),
+            own: VecDeque::new(),
+            last_id: 0,
+            pending: Pending::default(),
+            remembered: Remembered::default(),
+            cancel,
+            handler,
+            answering: JoinSet::new(),
+            asked: HashMap::new(),
+            done: Vec::new(),
+            freed: 0,
+            notes: Vec::new(),
+            batch: Vec::new(),
+            heard: 0,
+            silence: Silence { probe, id: None, probing: None, doomed: None },
+            exited,
+            draining: None,
+            leaving: None,
+            end: None,
+        }
+    }
+
+    /// Takes what the callers left: notes, the wish to close, their absence.
+    fn intake(&mut self, cx: &mut Context<'_>) {
+        let waker = cx.waker().clone();
+        let (closing, left, old) = {
+            let mut state = self.shared.lock();
+            state.heard = self.heard;
+            mem::swap(&mut state.notes, &mut self.notes);
+            (state.closing, state.handles == 0, state.waker.replace(waker))
+        };
+        drop(old);
+        let mut notes = mem::take(&mut self.notes);
+        for note in notes.drain(..) {
+            match note {
+                Note::Expired(exchange) => self.expired(&exchange),
+                Note::Dropped(exchange) => self.dropped(&exchange),
+            }
+        }
+        self.notes = notes;
+        if closing {
+            self.end.get_or_insert(Cow::Borrowed("the connection was closed by the client"));
+        }
+        if left && self.leaving.is_none() {
+            self.leaving = Some(Box::pin(sleep(DRAIN)));
+        }
+    }
+
+    /// A call ended at its deadline without an answer: it is remembered, and the peer's silence judged.
+    fn expired(&mut self, exchange: &Arc<Exchange>) {
+        let was_written = self.forget(exchange);
+        let stalled = !self.out.is_done();
+        if exchange.heard() == self.heard && (was_written || stalled) {
+            self.suspect();
+        }
+    }
+
+    /// Nobody holds a call's future any more: it is remembered, and the peer told.
+    fn dropped(&mut self, exchange: &Arc<Exchange>) {
+        let unanswered = self.forget(exchange)
+            || self.remembered.knows(exchange.id())
+            || self.out.marks.iter().any(|mark| Arc::ptr_eq(&mark.exchange, exchange));
+        if !unanswered || self.own.len() >= MAX_OWN || self.draining.is_some() {
+            return;
+        }
+        let Some(cancel) = self.cancel.clone() else { return };
+        let told = catch_unwind(AssertUnwindSafe(|| cancel(exchange.id(), exchange.request.method())));
+        if let Ok(Some(notification)) = told {
+            let mut frame = Vec::with_capacity(notification.size());
+            notification.write(None, &mut frame);
+            self.own.push_back(frame);
+        }
+    }
+
+    /// Remembers a call instead of waiting for its answer; whether it was waited for.
+    fn forget(&mut self, exchange: &Arc<Exchange>) -> bool {
+        let id = exchange.id();
+        if self.pending.get(&id).is_none_or(|pending| !Arc::ptr_eq(pending, exchange)) {
+            return false;
+        }
+        self.pending.remove(&id);
+        self.remembered.insert(id, Late::of(exchange));
+        self.freed += 1;
+        true
+    }
+
+    // ----- writing
+
+    fn poll_write(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut progress = false;
+        if self.draining.is_some() {
+            return false;
+        }
+        for _ in 0..ROUNDS {
+            if self.out.is_done() && !self.gather() {
+                break;
+            }
+            let Some(io) = self.io.as_mut() else { return progress };
+            let offered = &self.out.bytes[self.out.accepted..];
+            let error = match io.as_mut().poll_write(cx, offered) {
+                Poll::Pending => return progress,
+                Poll::Ready(Ok(0)) => io::ErrorKind::WriteZero.into(),
+                Poll::Ready(Ok(accepted)) => {
+                    self.out.accepted += accepted.min(offered.len());
+                    self.out.unflushed = true;
+                    self.written();
+                    progress = true;
+                    continue;
+                }
+                Poll::Ready(Err(error)) => error,
+            };
+            self.write_failed(&error);
+            return true;
+        }
+        if self.out.unflushed
+            && let Some(io) = self.io.as_mut()
+        {
+            match io.as_mut().poll_flush(cx) {
+                Poll::Pending => {}
+                Poll::Ready(Ok(())) => self.out.unflushed = false,
+                Poll::Ready(Err(error)) => {
+                    self.write_failed(&error);
+                    return true;
+                }
+            }
+        }
+        progress
+    }
+
+    fn write_failed(&mut self, error: &io::Error) {
+        let text = crate::error::safe_text(error).unwrap_or_default();
+        self.drain(Cow::Owned(format!("writing to the peer failed: {text}")));
+    }
+
+    fn drain(&mut self, reason: Cow<'static, str>) {
+        if self.draining.is_none() {
+            self.draining = Some((reason, Box::pin(sleep(DRAIN))));
+        }
+    }
+
+    /// Fills the empty buffer; whether there is something to write.
+    fn gather(&mut self) -> bool {
+        self.out.reset();
+        while self.out.bytes.len() < BATCH
+            && let Some(frame) = self.own.pop_front()
+        {
+            self.out.bytes.extend_from_slice(&frame);
+        }
+        // What is sent to a peer that counts as gone would be in doubt for nothing.
+        if self.silence.doomed.is_some() {
+            return !self.out.is_done();
+        }
+        loop {
+            let mut room = BATCH.saturating_sub(self.out.bytes.len());
+            let mut batch = mem::take(&mut self.batch);
+            {
+                let mut state = self.shared.lock();
+                while let Some(next) = state.queue.front() {
+                    let size = next.request.size();
+                    let first = batch.is_empty() && self.out.bytes.is_empty();
+                    if size > room && !first {
+                        break;
+                    }
+                    room = room.saturating_sub(size);
+                    batch.extend(state.queue.pop_front());
+                }
+            }
+            let more = !batch.is_empty();
+            for exchange in batch.drain(..) {
+                self.take(exchange);
+            }
+            self.batch = batch;
+            if !self.out.bytes.is_empty() || !more {
+                return !self.out.is_done();
+            }
+        }
+    }
+
+    fn take(&mut self, exchange: Arc<Exchange>) {
+        if !exchange.frame.take() {
+            let mut state = self.shared.lock();
+            state.withdrawn = state.withdrawn.saturating_sub(1);
+            return;
+        }
+        let start = self.out.bytes.len();
+        let id = exchange.answered.then(|| self.next_id());
+        exchange.set_id(id.unwrap_or(0));
+        exchange.request.write(id, &mut self.out.bytes);
+        self.out.marks.push_back(Mark { start, end: self.out.bytes.len(), exchange, entered: false });
+    }
+
+    fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    /// The transport accepted more bytes: enters and marks the calls to which that makes a difference.
+    fn written(&mut self) {
+        let accepted = self.out.accepted;
+        while let Some(mark) = self.out.marks.front_mut() {
+            // Servers answer a message that lacks but its newline.
+            let enters = !mark.entered && accepted + 1 >= mark.end;
+            mark.entered |= enters;
+            let exchange = mark.exchange.clone();
+            let is_sent = accepted >= mark.end;
+            if is_sent {
+                self.out.marks.pop_front();
+            }
+            if enters && exchange.answered {
+                self.enter(exchange.clone());
+            }
+            if !is_sent {
+                return;
+            }
+            exchange.set_heard(self.heard);
+            exchange.mark_sent();
+            if !exchange.answered {
+                self.done.push((exchange, Ok(Response::null())));
+            }
+        }
+    }
+
+    fn enter(&mut self, exchange: Arc<Exchange>) {
+        if exchange.is_given_up() {
+            self.remembered.insert(exchange.id(), Late::of(&exchange));
+            self.freed += 1;
+        } else {
+            self.pending.insert(exchange.id(), exchange);
+        }
+    }
+
+    // ----- reading
+
+    fn poll_read(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(io) = self.io.as_mut() else { return false };
+        if self.input.is_empty() && self.input.capacity() > KEEP {
+            self.input = BytesMut::new();
+        }
+        if self.input.capacity() - self.input.len() < READ / 4 {
+            self.input.reserve(READ);
+        }
+        let end = match poll_read_buf(io.as_mut(), cx, &mut self.input) {
+            Poll::Pending => return false,
+            Poll::Ready(Ok(0)) => Some(Cow::Borrowed("the peer closed its end")),
+            Poll::Ready(Ok(_)) => None,
+            Poll::Ready(Err(error)) => {
+                let text = crate::error::safe_text(&error).unwrap_or_default();
+                Some(Cow::Owned(format!("reading from the peer failed: {text}")))
+            }
+        };
+        let mut input = mem::take(&mut self.input);
+        if end.is_none() {
+            self.heard += 1;
+            self.silence.probing = None;
+            self.silence.doomed = None;
+            // The framing has no errors of its own.
+            while let Ok(Some(piece)) = self.lines.decode(&mut input) {
+                self.read(piece);
+            }
+        } else {
+            while let Ok(Some(piece)) = self.lines.decode_eof(&mut input) {
+                self.read(piece);
+            }
+            // What was noticed first says more.
+            self.end = self.draining.take().map(|(reason, _)| reason).or(end);
+        }
+        self.input = input;
+        true
+    }
+
+    fn read(&mut self, piece: Piece) {
+        match piece {
+            Piece::Line(line) => read_line(&line, |incoming| match incoming {
+                Ok(Incoming::Answer { id, answer }) => self.answer(id, answer),
+                Ok(Incoming::Request { id, method, params }) => self.request(id, method, params),
+                Ok(Incoming::Notification { method, params }) => {
+                    if let Some(handler) = &self.handler
+                        && !handler.notification(Notification::new(method, params.map(RawValue::to_owned)))
+                    {
+                        tracing::warn!(target: "goaround", "the handler of a notification panicked");
+                    }
+                }
+                Err(odd) => self.ignore(&odd),
+            }),
+            Piece::TooLong => self.ignore(&"a line above the limit"),
+            Piece::TooLongAnswer(id) => {
+                if let Some(exchange) = self.pending.remove(&id) {
+                    let cause = Cause::AnswerTooLarge { limit: self.limits.line };
+                    let error = CallError::new(cause, Scope::Call, Some(Delivery::Answered));
+                    let error = named(error, &exchange.request);
+                    self.done.push((exchange, Err(error)));
+                } else if let Some(late) = self.remembered.remove(id) {
+                    late.emit();
+                } else {
+                    self.ignore(&"a line above the limit, an answer to no call");
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, id: u64, answer: Result<Response, ServerError>) {
+        if let Some(exchange) = self.pending.remove(&id) {
+            let outcome = answer.map_err(|error| named(CallError::server(error), &exchange.request));
+            self.done.push((exchange, outcome));
+        } else if let Some(late) = self.remembered.remove(id) {
+            if answer.is_ok() {
+                late.emit();
+            }
+        } else if self.silence.id == Some(id) {
+            self.silence.id = None;
+        } else {
+            self.ignore(&"an answer to no call");
+        }
+    }
+
+    fn request(&mut self, id: &str, method: String, params: Option<&RawValue>) {
+        if self.asked.len() + self.own.len() >= MAX_OWN {
+            return self.ignore(&"a request of a peer that does not read its answers");
+        }
+        let Some(handler) = &self.handler else {
+            return self.respond(id, &Err(not_found()));
+        };
+        if self.asked.len() >= MAX_ASKED {
+            return self.respond(id, &Err(internal("too many requests at once")));
+        }
+        let request = ServerRequest::new(method, params.map(RawValue::to_owned));
+        let task = self.answering.spawn(handler.clone().request(request));
+        self.asked.insert(task.id(), id.into());
+    }
+
+    fn respond(&mut self, id: &str, answer: &Result<Response, ServerError>) {
+        let mut frame = Vec::new();
+        write_answer(id, answer, &mut frame);
+        self.own.push_back(frame);
+    }
+
+    fn poll_answering(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut progress = false;
+        while let Poll::Ready(Some(ended)) = self.answering.poll_join_next_with_id(cx) {
+            let (task, answer) = match ended {
+                Ok((task, answer)) => (task, answer),
+                Err(panic) => (panic.id(), Err(internal("the request's handler failed"))),
+            };
+            if let Some(id) = self.asked.remove(&task) {
+                self.respond(&id, &answer);
+            }
+            progress = true;
+        }
+        progress
+    }
+
+    /// Counts a message that is of no use. What it holds is the peer's and in no log.
+    fn ignore(&self, what: &dyn fmt::Debug) {
+        let count = self.shared.ignored.fetch_add(1, Ordering::Relaxed) + 1;
+        tracing::debug!(target: "goaround", ?what, count, "a message of the peer was ignored");
+    }
+
+    /// Lets the calls that have ended know it.
+    fn settle(&mut self) {
+        let ended = self.done.len() + mem::take(&mut self.freed);
+        if ended == 0 {
+            return;
+        }
+        {
+            let mut state = self.shared.lock();
+            state.in_flight = state.in_flight.saturating_sub(ended);
+        }
+        for (exchange, outcome) in self.done.drain(..) {
+            let answered = exchange.answered;
+            if let Err(Ok(_)) = exchange.complete(outcome)
+                && answered
+            {
+                Late::of(&exchange).emit();
+            }
+        }
+    }
+
+    // ----- silence
+
+    /// Nothing was heard since a call was sent whose deadline has passed: one probe decides.
+    fn suspect(&mut self) {
+        if self.silence.probing.is_some() || self.silence.doomed.is_some() || self.draining.is_some() {
+            return;
+        }
+        let Some((probe, timeout)) = self.silence.probe.clone() else { return };
+        let id = self.next_id();
+        let mut frame = Vec::with_capacity(probe.size());
+        probe.write(Some(id), &mut frame);
+        self.own.push_back(frame);
+        self.silence.id = Some(id);
+        self.silence.probing = Some(Box::pin(sleep(timeout)));
+    }
+
+    /// The probe failed: calls that are still pending may use up their time.
+    fn doom(&mut self) {
+        let now = Instant::now();
+        let patience = now + PATIENCE;
+        let written = self.pending.values();
+        let begun = self.out.marks.iter().map(|mark| &mark.exchange);
+        let calls: Vec<_> = written
+            .chain(begun)
+            .filter(|exchange| exchange.answered && !exchange.is_given_up())
+            .map(|exchange| {
+                (exchange.id(), exchange.request.context().deadline().instant().unwrap_or(patience))
+            })
+            .collect();
+        self.silence.doomed = Some(Doomed { calls, timer: Box::pin(sleep_until(now)) });
+    }
+
+    fn poll_silence(&mut self, cx: &mut Context<'_>) {
+        if let Some(timer) = &mut self.silence.probing
+            && timer.as_mut().poll(cx).is_ready()
+        {
+            self.silence.probing = None;
+            self.doom();
+        }
+        let Some(doomed) = &mut self.silence.doomed else { return };
+        let now = Instant::now();
+        let (pending, marks) = (&self.pending, &self.out.marks);
+        doomed.calls.retain(|(id, until)| {
+            *until > now && (pending.contains_key(id) || marks.iter().any(|mark| mark.exchange.id() == *id))
+        });
+        let Some(last) = doomed.calls.iter().map(|(_, until)| *until).max() else {
+            self.end.get_or_insert(Cow::Borrowed("the peer is silent and did not answer a probe"));
+            return;
+        };
+        if doomed.timer.deadline() != last {
+            doomed.timer.as_mut().reset(last);
+        }
+        if doomed.timer.as_mut().poll(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
+    }
+
+    // ----- the end
+
+    fn poll_timers(&mut self, cx: &mut Context<'_>) {
+        if let Some(exited) = &mut self.exited
+            && exited.as_mut().poll(cx).is_ready()
+        {
+            self.exited = None;
+            self.drain(Cow::Borrowed("the peer's process exited"));
+        }
+        if let Some((reason, timer)) = &mut self.draining
+            && timer.as_mut().poll(cx).is_ready()
+        {
+            self.end.get_or_insert(mem::take(reason));
+        }
+        if let Some(timer) = &mut self.leaving {
+            let is_over = timer.as_mut().poll(cx).is_ready();
+            if is_over || (self.out.is_done() && self.own.is_empty() && !self.out.unflushed) {
+                self.end.get_or_insert(Cow::Borrowed("the last handle of the connection was dropped"));
+            }
+        }
+        self.poll_silence(cx);
+    }
+
+    /// Ends the connection, and every call with what is known of its bytes.
+    fn finish(&mut self, reason: Cow<'static, str>, cx: Option<&mut Context<'_>>) {
+        let Some(mut io) = self.io.take() else { return };
+        self.settle();
+        let (closure, queue, notes) = {
+            let mut state = self.shared.lock();
+            let begun = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
+            let queued = state.queue.iter().filter(|exchange| exchange.frame.is_queued());
+            let taken = self.pending.values().chain(begun);
+            let in_flight = taken.chain(queued).filter(|exchange| !exchange.own).count();
+            let closure = self.shared.new_closure(reason, in_flight);
+            state.closure = Some(closure.clone());
+            (closure, mem::take(&mut state.queue), mem::take(&mut state.notes))
+        };
+        drop(notes);
+        // Politely where that takes no time. From here on not one byte is written.
+        if let Some(cx) = cx {
+            let _ = io.as_mut().poll_shutdown(cx);
+        }
+        drop(io);
+        self.shared.publish(closure.clone());
+
+        for exchange in queue {
+            if exchange.frame.withdraw() {
+                exchange.mark_withdrawn();
+                end(&exchange, not_sent(&exchange, &closure));
+            }
+        }
+        let marks = mem::take(&mut self.out.marks);
+        for Mark { start, end: frame_end, exchange, entered } in marks {
+            let accepted = self.out.accepted;
+            // Without exact writes all of it was offered to the transport, which may hold a copy: OpenSSL
+            // does, and writes it out later, even where it says `Pending`.
+            if !self.limits.exact_writes || accepted + 1 >= frame_end {
+                // An entered call is pending too, and ends there.
+                if !entered || !exchange.answered {
+                    end(&exchange, ambiguous(&exchange, &closure));
+                }
+            } else if accepted <= start {
+                exchange.mark_withdrawn();
+                end(&exchange, not_sent(&exchange, &closure));
+            } else {
+                end(&exchange, named(CallError::of_evidence(Evidence::FrameCut), &exchange.request));
+            }
+        }
+        for (_, exchange) in mem::take(&mut self.pending) {
+            end(&exchange, ambiguous(&exchange, &closure));
+        }
+        self.answering.abort_all();
+    }
+}
+
+fn end(exchange: &Exchange, error: CallError) {
+    // Whoever gave the call up has been told what was known then.
+    drop(exchange.complete(Err(error)));
+}
+
+fn not_sent(exchange: &Exchange, closure: &Closure) -> CallError {
+    let error = CallError::of_closure(closure.clone(), Delivery::NotSent);
+    named(error, &exchange.request).with_request(exchange.request.for_attempt())
+}
+
+fn ambiguous(exchange: &Exchange, closure: &Closure) -> CallError {
+    named(CallError::of_closure(closure.clone(), Delivery::Ambiguous), &exchange.request)
+}
+
+impl Future for Driver {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        if this.io.is_none() {
+            return Poll::Ready(());
+        }
+        this.intake(cx);
+        for _ in 0..ROUNDS {
+            let mut progress = false;
+            if this.end.is_none() {
+                progress |= this.poll_write(cx);
+                this.settle();
+                progress |= this.poll_read(cx);
+                this.settle();
+                progress |= this.poll_answering(cx);
+                this.poll_timers(cx);
+            }
+            if let Some(reason) = this.end.take() {
+                this.finish(reason, Some(cx));
+                return Poll::Ready(());
+            }
+            if !progress {
+                return Poll::Pending;
+            }
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        // The runtime is shut down, or foreign code panicked.
+        self.finish(Cow::Borrowed("the connection's task was dropped"), None);
+    }
+}
+
+// ===== impl Out =====
+
+impl Out {
+    fn is_done(&self) -> bool {
+        self.accepted >= self.bytes.len()
+    }
+
+    fn reset(&mut self) {
+        self.accepted = 0;
+        self.bytes.clear();
+        if self.bytes.capacity() > KEEP {
+            self.bytes = Vec::new();
+        }
+    }
+}
+
+// ===== impl Remembered =====
+
+/// Calls that were given up, by id; the oldest are forgotten.
+#[derive(Default)]
+struct Remembered {
+    calls: HashMap<u64, Late, BuildHasherDefault<OwnIds>>,
+    order: VecDeque<u64>,
+}
+
+impl Remembered {
+    fn insert(&mut self, id: u64, late: Late) {
+        self.calls.insert(id, late);
+        self.order.push_back(id);
+        if self.order.len() > MAX_REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.calls.remove(&oldest);
+        }
+    }
+
+    fn knows(&self, id: u64) -> bool {
+        self.calls.contains_key(&id)
+    }
+
+    fn remove(&mut self, id: u64) -> Option<Late> {
+        self.calls.remove(&id)
+    }
+}
+
+/// What is kept of a call that was given up, for the case that it succeeds all the same.
+pub(super) struct Late {
+    call: Option<CallId>,
+    method: Cow<'static, str>,
+    activity: Option<Arc<Activity>>,
+    events: Events,
+}
+
+impl Late {
+    pub(super) fn of(exchange: &Exchange) -> Self {
+        let context = exchange.request.context();
+        Self {
+            call: context.id(),
+            method: exchange.request.name(),
+            activity: context.activity().cloned(),
+            events: context.events.share(),
+        }
+    }
+
+    /// Reports the success. Whoever listens is foreign code: its panic must not cost other calls their
+    /// answers.
+    pub(super) fn emit(self) {
+        let late = LateAnswer {
+            call: self.call,
+            method: self.method.into_owned(),
+            violated: self.activity.and_then(|activity| activity.replaced_by_fence()),
+        };
+        let events = self.events;
+        let emitted = catch_unwind(AssertUnwindSafe(|| events.emit(Event::LateAnswer(&late))));
+        if emitted.is_err() {
+            tracing::warn!(target: "goaround", "a listener for events panicked");
+        }
+    }
+}
+
+/// Spreads ids that we count ourselves: nobody else can choose them.
+#[derive(Default)]
+struct OwnIds(u64);
+
+impl Hasher for OwnIds {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        self.0 = (self.0 ^ id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}

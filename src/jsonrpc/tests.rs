@@ -1,0 +1,1032 @@
+//! What the connection knows of every byte, over a transport that accepts exactly as many as it is told to.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex},
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::{oneshot, watch},
+    time::{Instant, advance},
+};
+use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task::Spawn};
+
+use super::{Builder, Client, Process, Request, ResponseFuture, exchange::Exchange};
+use crate::{
+    Activity, Call, CallContext, CallError, Cause, Deadline, Delivery, Event, Evidence, Exit, Refusal, Scope,
+    connection::Connection, event::Events, write_safety::Fence,
+};
+
+// ----- the scripted transport
+
+#[derive(Clone, Default)]
+struct Wire(Arc<Mutex<WireState>>);
+
+#[derive(Default)]
+struct WireState {
+    /// How many bytes more are accepted.
+    room: usize,
+    written: Vec<u8>,
+    write_error: Option<io::ErrorKind>,
+    input: Vec<u8>,
+    read_error: Option<io::ErrorKind>,
+    eof: bool,
+    panics: bool,
+    closed: bool,
+    wakers: Vec<Waker>,
+}
+
+impl Wire {
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// A transport that accepts everything.
+    fn open() -> Self {
+        let wire = Self::new();
+        wire.0.lock().unwrap().room = usize::MAX;
+        wire
+    }
+
+    fn set(&self, set: impl FnOnce(&mut WireState)) {
+        let wakers = {
+            let mut state = self.0.lock().unwrap();
+            set(&mut state);
+            std::mem::take(&mut state.wakers)
+        };
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    async fn accept(&self, bytes: usize) {
+        self.set(|state| state.room = state.room.saturating_add(bytes));
+        settle().await;
+    }
+
+    async fn send(&self, text: &str) {
+        self.set(|state| {
+            state.input.extend_from_slice(text.as_bytes());
+            state.input.push(b'\n');
+        });
+        settle().await;
+    }
+
+    async fn eof(&self) {
+        self.set(|state| state.eof = true);
+        settle().await;
+    }
+
+    fn written(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().written.clone()).unwrap()
+    }
+
+    fn panics(&self) -> bool {
+        self.0.lock().unwrap().panics
+    }
+
+    fn is_closed(&self) -> bool {
+        self.0.lock().unwrap().closed
+    }
+
+    fn connect(&self, builder: Builder) -> Client {
+        builder.connect(Io(self.clone()))
+    }
+}
+
+struct Io(Wire);
+
+impl AsyncRead for Io {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        assert!(!self.0.panics(), "as tested");
+        let mut state = self.0.0.lock().unwrap();
+        if !state.input.is_empty() {
+            let count = state.input.len().min(buf.remaining());
+            buf.put_slice(&state.input[..count]);
+            state.input.drain(..count);
+            return Poll::Ready(Ok(()));
+        }
+        if let Some(error) = state.read_error {
+            return Poll::Ready(Err(error.into()));
+        }
+        if state.eof {
+            return Poll::Ready(Ok(()));
+        }
+        state.wakers.push(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl AsyncWrite for Io {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let mut state = self.0.0.lock().unwrap();
+        if let Some(error) = state.write_error {
+            return Poll::Ready(Err(error.into()));
+        }
+        let count = bytes.len().min(state.room);
+        if count == 0 {
+            state.wakers.push(cx.waker().clone());
+            return Poll::Pending;
+        }
+        state.room -= count;
+        state.written.extend_from_slice(&bytes[..count]);
+        Poll::Ready(Ok(count))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        self.0.0.lock().unwrap().closed = true;
+    }
+}
+
+/// Lets the connection's task do what it can.
+async fn settle() {
+    for _ in 0..20 {
+        tokio::task::yield_now().await;
+    }
+}
+
+fn request(method: &'static str) -> Request {
+    Request::new(method, ()).unwrap()
+}
+
+fn big(bytes: usize) -> Request {
+    Request::new("big", ["x".repeat(bytes)]).unwrap()
+}
+
+/// The request with an activity, as a layer above would set it.
+fn watched(mut request: Request) -> (Request, Arc<Activity>) {
+    let activity = Arc::new(Activity::default());
+    request.context_mut().set_activity(Some(activity.clone()));
+    (request, activity)
+}
+
+fn is_sent(activity: &Activity) -> bool {
+    let mut task = tokio_test::task::spawn(());
+    task.enter(|cx, _| activity.poll_sent(cx)).is_ok_and(|at| at.is_some())
+}
+
+async fn start(client: &Client, request: Request) -> Spawn<ResponseFuture> {
+    let mut call = tokio_test::task::spawn(client.request(request));
+    assert_pending!(call.poll());
+    settle().await;
+    call
+}
+
+fn frame(id: u64, method: &str) -> String {
+    format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"method\":\"{method}\"}}\n")
+}
+
+fn failed(call: &mut Spawn<ResponseFuture>) -> CallError {
+    assert!(call.is_woken());
+    assert_ready_err!(call.poll())
+}
+
+fn handed_back(error: &mut CallError) -> bool {
+    error.take_request::<Request>().is_some()
+}
+
+// ----- at a closure
+
+#[tokio::test(start_paused = true)]
+async fn a_closure_says_of_every_frame_what_its_accepted_bytes_prove() {
+    let length = frame(1, "one").len();
+    for exact in [false, true] {
+        for accepted in 0..=length + 1 {
+            let wire = Wire::new();
+            let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
+            let client = wire.connect(builder);
+            let mut one = tokio_test::task::spawn(client.request(request("one")));
+            let mut two = tokio_test::task::spawn(client.request(request("two")));
+            assert_pending!(one.poll());
+            assert_pending!(two.poll());
+            settle().await;
+            wire.accept(accepted).await;
+            let mut queued = start(&client, request("three")).await;
+            wire.eof().await;
+            assert!(wire.is_closed());
+
+            let mut error = failed(&mut one);
+            let expected = match accepted {
+                _ if !exact => Delivery::Ambiguous,
+                0 => Delivery::NotSent,
+                n if n < length - 1 => Delivery::NotProcessed,
+                _ => Delivery::Ambiguous,
+            };
+            assert_eq!((error.delivery(), error.scope()), (expected, Scope::Connection), "{accepted}");
+            assert_eq!(handed_back(&mut error), expected == Delivery::NotSent);
+            match error.cause() {
+                Cause::Evidence(evidence) => {
+                    assert_eq!((*evidence, expected), (Evidence::FrameCut, Delivery::NotProcessed));
+                }
+                Cause::Closed(closure) => assert_eq!(closure.in_flight(), 3),
+                other => panic!("{other:?}"),
+            }
+            let mut error = failed(&mut two);
+            let expected = match accepted {
+                _ if !exact => Delivery::Ambiguous,
+                n if n <= length => Delivery::NotSent,
+                _ => Delivery::NotProcessed,
+            };
+            assert_eq!(error.delivery(), expected, "{accepted}");
+            assert_eq!(handed_back(&mut error), expected == Delivery::NotSent);
+            let mut error = failed(&mut queued);
+            assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Connection));
+            assert!(handed_back(&mut error));
+
+            // A call on what is closed.
+            let mut late = tokio_test::task::spawn(client.request(request("late")));
+            let mut error = assert_ready_err!(late.poll());
+            assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Connection));
+            assert!(error.closure().is_some() && handed_back(&mut error));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failing_write_leaves_what_it_was_offered_in_doubt_unless_writes_are_exact() {
+    for exact in [false, true] {
+        let wire = Wire::new();
+        let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
+        let client = wire.connect(builder);
+        let (one, marks) = watched(request("one"));
+        let mut one = tokio_test::task::spawn(client.request(one));
+        let mut two = tokio_test::task::spawn(client.request(request("two")));
+        assert_pending!(one.poll());
+        assert_pending!(two.poll());
+        settle().await;
+        let mut queued = start(&client, request("three")).await;
+        wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe));
+        settle().await;
+        // What is still in the pipe is read first.
+        assert_pending!(one.poll());
+        assert!(client.closure().is_none());
+        advance(Duration::from_millis(51)).await;
+        settle().await;
+        let expected = if exact { Delivery::NotSent } else { Delivery::Ambiguous };
+        for call in [&mut one, &mut two] {
+            let mut error = failed(call);
+            assert_eq!((error.delivery(), error.scope()), (expected, Scope::Connection));
+            assert_eq!(handed_back(&mut error), exact);
+            assert!(error.to_string().contains("broken pipe"), "{error}");
+        }
+        let mut error = failed(&mut queued);
+        assert_eq!(error.delivery(), Delivery::NotSent);
+        assert!(handed_back(&mut error));
+        assert!(!is_sent(&marks));
+        assert_eq!(marks.was_withdrawn(), exact);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_in_the_pipe_when_a_write_fails_is_an_answer() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut one = start(&client, request("one")).await;
+    wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe));
+    let mut two = start(&client, request("two")).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert_ready_ok!(one.poll());
+    wire.eof().await;
+    assert!(failed(&mut two).to_string().contains("broken pipe"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_read_error_closes() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut one = start(&client, request("one")).await;
+    wire.set(|state| {
+        state.input = br#"{"id":2,"result":"#.to_vec();
+        state.read_error = Some(io::ErrorKind::ConnectionReset);
+    });
+    settle().await;
+    let error = failed(&mut one);
+    assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Connection));
+    assert!(error.to_string().contains("connection reset"), "{error}");
+    assert_eq!(client.ignored(), 1);
+}
+
+// ----- marks and withdrawal
+
+#[tokio::test(start_paused = true)]
+async fn the_last_byte_is_marked_for_each_of_the_frames_that_share_a_write() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let (one, first) = watched(request("one"));
+    let (two, second) = watched(request("two"));
+    let mut one = tokio_test::task::spawn(client.request(one));
+    let mut two = tokio_test::task::spawn(client.request(two));
+    assert_pending!(one.poll());
+    assert_pending!(two.poll());
+    settle().await;
+    let length = frame(1, "one").len();
+    wire.accept(length - 1).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (false, false));
+    wire.accept(1).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, false));
+    wire.accept(length - 1).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, false));
+    wire.accept(10).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, true));
+    assert_eq!(wire.written(), frame(1, "one") + &frame(2, "two"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queued_frame_is_withdrawn_at_the_attempts_end_and_never_written() {
+    for by_deadline in [false, true] {
+        let wire = Wire::new();
+        let client = wire.connect(Client::builder());
+        let mut stalled = start(&client, big(100)).await;
+        let (mut queued, activity) = watched(request("queued"));
+        let until = Instant::now() + Duration::from_secs(1);
+        if by_deadline {
+            queued.context_mut().set_deadline(Deadline::At(until));
+        } else {
+            queued.context_mut().set_deadline(Deadline::At(until + Duration::from_secs(9)));
+            queued.context_mut().set_attempt_until(Some(until));
+        }
+        let mut queued = start(&client, queued).await;
+        assert_pending!(queued.poll());
+        advance(Duration::from_secs(1)).await;
+        let mut error = assert_ready_err!(queued.poll());
+        assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Call));
+        assert!(matches!(
+            (error.cause(), by_deadline),
+            (Cause::Deadline, true) | (Cause::AttemptTimeout, false)
+        ));
+        let back = error.take_request::<Request>().unwrap();
+        assert!(back.context().activity().is_some());
+        assert!(activity.was_withdrawn() && !is_sent(&activity));
+        wire.accept(10_000).await;
+        assert!(!wire.written().contains("queued"));
+        assert_pending!(stalled.poll());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_taken_frame_is_waited_for_beyond_the_attempt_and_finished_after_the_deadline() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let (mut taken, activity) = watched(request("taken"));
+    let now = Instant::now();
+    taken.context_mut().set_attempt_until(Some(now + Duration::from_secs(1)));
+    taken.context_mut().set_deadline(Deadline::At(now + Duration::from_secs(2)));
+    let mut taken = start(&client, taken).await;
+    advance(Duration::from_secs(1)).await;
+    assert_pending!(taken.poll());
+    advance(Duration::from_secs(1)).await;
+    let mut error = assert_ready_err!(taken.poll());
+    assert!(matches!(error.cause(), Cause::Deadline));
+    assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Call));
+    assert!(!handed_back(&mut error) && !activity.was_withdrawn() && !is_sent(&activity));
+    // The frame was begun: it is finished, and the peer is told once the future is dropped.
+    wire.accept(usize::MAX / 2).await;
+    assert_eq!(wire.written(), frame(1, "taken"));
+    assert!(is_sent(&activity));
+    drop(taken);
+    settle().await;
+    assert!(
+        wire.written().contains(r#""method":"notifications/cancelled","params":{"#),
+        "{}",
+        wire.written()
+    );
+    assert!(wire.written().contains(r#""requestId":1"#));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_poll_reads_no_clock() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let past = Deadline::At(Instant::now());
+    let mut call = tokio_test::task::spawn(client.request(request("late").deadline(past)));
+    assert_pending!(call.poll());
+    let error = assert_ready_err!(call.poll());
+    assert_eq!(error.delivery(), Delivery::NotSent);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_there_wins_over_a_deadline_that_has_passed() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut call = start(&client, request("one").within(Duration::from_secs(1))).await;
+    wire.send(r#"{"jsonrpc":"2.0","id":1,"result":{}}"#).await;
+    advance(Duration::from_secs(2)).await;
+    assert_ready_ok!(call.poll());
+}
+
+#[tokio::test(start_paused = true)]
+async fn frames_behind_a_stalled_pipe_can_be_withdrawn_and_do_not_pile_up() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().max_in_flight(2));
+    let mut stalled = start(&client, big(1 << 20)).await;
+    for _ in 0..10_000 {
+        // Each of them is in the bound's last place, and gives it back.
+        drop(start_now(&client, request("queued")));
+    }
+    let mut queued = start(&client, request("last")).await;
+    let refused = assert_ready_err!(tokio_test::task::spawn(client.request(request("more"))).poll());
+    assert!(matches!(refused.cause(), Cause::Refused(Refusal::Overloaded(_))));
+    assert_eq!(refused.delivery(), Delivery::NotSent);
+    assert!(client.queue_len() < 100);
+    wire.accept(usize::MAX / 2).await;
+    assert!(!wire.written().contains("queued"));
+    wire.send(r#"[{"id":1,"result":0},{"id":2,"result":0}]"#).await;
+    assert_ready_ok!(stalled.poll());
+    assert_ready_ok!(queued.poll());
+}
+
+fn start_now(client: &Client, request: Request) -> Spawn<ResponseFuture> {
+    let mut call = tokio_test::task::spawn(client.request(request));
+    assert_pending!(call.poll());
+    call
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_batch_is_small_so_that_the_rest_can_be_withdrawn() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let calls: Vec<_> = (0..1000).map(|_| start_now(&client, big(1000))).collect();
+    settle().await;
+    drop(calls);
+    wire.accept(usize::MAX / 2).await;
+    let written = wire.written();
+    let begun = written.matches("\"big\"").count();
+    assert!((10..=17).contains(&begun), "{begun}");
+    assert_eq!(written.matches("notifications/cancelled").count(), begun);
+}
+
+#[test]
+fn a_call_in_flight_is_small() {
+    assert!(size_of::<Exchange>() + size_of::<ResponseFuture>() + 64 <= 1024);
+}
+
+// ----- calls that were given up
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_call_is_cancelled_if_it_was_begun_and_never_an_initialize() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    drop(start_now(&client, request("queued")));
+    settle().await;
+    assert_eq!(wire.written(), "");
+    drop(start(&client, request("initialize")).await);
+    settle().await;
+    assert_eq!(wire.written(), frame(1, "initialize"));
+    let answered = start(&client, request("answered")).await;
+    wire.send(r#"{"id":2,"result":1}"#).await;
+    drop(answered);
+    settle().await;
+    assert!(!wire.written().contains("cancelled"));
+    drop(start(&client, request("gone")).await);
+    settle().await;
+    let cancelled = wire.written().lines().last().unwrap().to_owned();
+    let cancelled: serde_json::Value = serde_json::from_str(&cancelled).unwrap();
+    assert_eq!(cancelled["method"], "notifications/cancelled");
+    assert_eq!(cancelled["params"]["requestId"], 3);
+    assert!(cancelled.get("id").is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_cancellation_can_be_replaced_and_left_out() {
+    let wire = Wire::open();
+    let client = wire.connect(
+        Client::builder().cancel_with(|id, method| Request::new("$/cancel", (id, method.to_owned())).ok()),
+    );
+    drop(start(&client, request("one")).await);
+    settle().await;
+    assert!(wire.written().ends_with("\"method\":\"$/cancel\",\"params\":[1,\"one\"]}\n"));
+
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().without_cancel());
+    drop(start(&client, request("one")).await);
+    settle().await;
+    assert_eq!(wire.written(), frame(1, "one"));
+
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().cancel_with(|_, _| panic!("as tested")));
+    drop(start(&client, request("one")).await);
+    settle().await;
+    assert!(client.closure().is_none());
+}
+
+type Seen = Arc<Mutex<Vec<(String, bool)>>>;
+
+/// The request of a call whose late answers are noted: method, and whether a fence was violated.
+fn reporting(method: &'static str, seen: &Seen) -> Request {
+    let mut request = request(method);
+    let seen = seen.clone();
+    request.context_mut().events = Events::to(move |event| {
+        if let Event::LateAnswer(late) = event {
+            seen.lock().unwrap().push((late.method.clone(), late.violated.is_some()));
+        }
+    });
+    request
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_answers_are_reported_once_and_name_the_fence_that_does_not_hold() {
+    let seen = Seen::default();
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let (replaced, activity) = watched(reporting("replaced", &seen));
+    let replaced = start(&client, replaced).await;
+    let dropped = start(&client, reporting("dropped", &seen)).await;
+    let error = start(&client, reporting("error", &seen)).await;
+    let mut expired =
+        start(&client, reporting("expired", &seen).deadline(Deadline::At(Instant::now()))).await;
+    assert_ready_err!(expired.poll());
+    activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
+    drop((replaced, dropped, error));
+    settle().await;
+    for _ in 0..2 {
+        wire.send(r#"{"id":2,"result":1}"#).await;
+        wire.send(r#"{"id":1,"result":1}"#).await;
+        wire.send(r#"{"id":3,"error":{"code":1,"message":"no"}}"#).await;
+        wire.send(r#"{"id":4,"result":1}"#).await;
+    }
+    let expected = [("dropped", false), ("replaced", true), ("expired", false)];
+    assert_eq!(*seen.lock().unwrap(), expected.map(|(method, violated)| (method.to_owned(), violated)));
+    assert_eq!(client.ignored(), 4);
+    // It has been answered: there is nothing to cancel.
+    let written = wire.written().len();
+    drop(expired);
+    settle().await;
+    assert_eq!(wire.written().len(), written);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_nobody_took_is_a_late_one() {
+    let seen = Seen::default();
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let call = start(&client, reporting("one", &seen)).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert!(call.is_woken());
+    drop(call);
+    assert_eq!(*seen.lock().unwrap(), [("one".to_owned(), false)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_thousand_calls_are_remembered() {
+    let seen = Seen::default();
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().without_cancel());
+    for _ in 0..1030 {
+        drop(start(&client, reporting("one", &seen)).await);
+    }
+    settle().await;
+    let answer = |id: u64| format!(r#"{{"id":{id},"result":1}}"#);
+    wire.send(&answer(6)).await;
+    assert_eq!((seen.lock().unwrap().len(), client.ignored()), (0, 1));
+    wire.send(&answer(7)).await;
+    assert_eq!((seen.lock().unwrap().len(), client.ignored()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let mut call = start(&client, request("one")).await;
+    let length = frame(1, "one").len();
+    wire.accept(length - 2).await;
+    wire.send(r#"{"id":1,"result":"guessed"}"#).await;
+    assert_pending!(call.poll());
+    assert_eq!(client.ignored(), 1);
+    // Some servers run a message that lacks its newline.
+    wire.accept(1).await;
+    wire.send(r#"{"id":1,"result":"read"}"#).await;
+    assert_eq!(assert_ready_ok!(call.poll()).parse::<String>().unwrap(), "read");
+    wire.accept(1).await;
+    assert_eq!(wire.written(), frame(1, "one"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_ends_a_call_it_is_in_flight_no_more() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().max_line(100));
+    // Begun, and given up before it is written.
+    let now = Deadline::At(Instant::now());
+    let mut expired = start(&client, request("expired").deadline(now)).await;
+    assert_ready_err!(expired.poll());
+    drop(expired);
+    let dropped = start(&client, request("dropped").deadline(now)).await;
+    assert_eq!(client.in_flight(), 2);
+    drop(dropped);
+    let mut withdrawn = start(&client, request("withdrawn").deadline(now)).await;
+    assert_ready_err!(withdrawn.poll());
+    assert_eq!(client.in_flight(), 1);
+    wire.accept(usize::MAX / 2).await;
+    assert_eq!(client.in_flight(), 0);
+    // Given up after it was written.
+    let mut expired = start(&client, request("expired").deadline(now)).await;
+    assert_ready_err!(expired.poll());
+    settle().await;
+    assert_eq!(client.in_flight(), 0);
+    drop(start(&client, request("dropped")).await);
+    settle().await;
+    assert_eq!(client.in_flight(), 0);
+    let mut told = tokio_test::task::spawn(client.notify("told", ()));
+    assert_pending!(told.poll());
+    settle().await;
+    assert_ready_ok!(told.poll());
+    // Answered: well, with an error, with too much.
+    for answer in [r#""result":1"#.to_owned(), r#""error":1"#.to_owned(), format!("\"result\":[{:200}]", 1)] {
+        let mut call = start(&client, request("answered")).await;
+        let id = wire.written().lines().last().unwrap().split([':', ',']).nth(3).unwrap().to_owned();
+        wire.send(&format!("{{{answer},\"id\":{id}}}")).await;
+        let _ = assert_ready!(call.poll());
+    }
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_of_foreign_code_hangs_nobody() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut loud = request("loud");
+    loud.context_mut().events = Events::to(|_| panic!("as tested"));
+    drop(start(&client, loud).await);
+    let mut other = start(&client, request("other")).await;
+    wire.send("{\"id\":1,\"result\":1}\n{\"id\":2,\"result\":1}").await;
+    assert_ready_ok!(other.poll());
+    assert!(client.closure().is_none());
+
+    // The transport itself: the connection is gone.
+    let mut call = start(&client, request("one")).await;
+    wire.set(|state| state.panics = true);
+    settle().await;
+    assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+}
+
+#[tokio::test]
+async fn what_a_transport_buffers_is_flushed() {
+    let (ours, theirs) = tokio::io::duplex(1000);
+    let client = Client::new(tokio::io::BufStream::new(ours));
+    let call = client.request(request("one"));
+    let mut theirs = tokio::io::BufStream::new(theirs);
+    let mut line = String::new();
+    tokio::io::AsyncBufReadExt::read_line(&mut theirs, &mut line).await.unwrap();
+    assert_eq!(line, frame(1, "one"));
+    drop(theirs);
+    assert_eq!(call.await.unwrap_err().delivery(), Delivery::Ambiguous);
+}
+
+// ----- notifications of ours
+
+#[tokio::test(start_paused = true)]
+async fn a_notification_resolves_with_its_last_byte() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().exact_writes());
+    let mut told = tokio_test::task::spawn(client.notify("told", ()));
+    assert_pending!(told.poll());
+    settle().await;
+    let frame = "{\"jsonrpc\":\"2.0\",\"method\":\"told\"}\n";
+    wire.accept(frame.len() - 1).await;
+    assert_pending!(told.poll());
+    wire.accept(1).await;
+    assert!(told.is_woken());
+    assert_ready_ok!(told.poll());
+    assert_eq!(wire.written(), frame);
+
+    for (accepted, delivery) in
+        [(0, Delivery::NotSent), (5, Delivery::NotProcessed), (frame.len() - 1, Delivery::Ambiguous)]
+    {
+        let wire = Wire::new();
+        let client = wire.connect(Client::builder().exact_writes());
+        let mut told = tokio_test::task::spawn(client.notify("told", ()));
+        assert_pending!(told.poll());
+        settle().await;
+        wire.accept(accepted).await;
+        wire.eof().await;
+        assert_eq!(assert_ready_err!(told.poll()).delivery(), delivery);
+    }
+}
+
+// ----- the end
+
+#[tokio::test(start_paused = true)]
+async fn the_last_handle_closes_after_what_was_begun() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let call = start(&client, request("one")).await;
+    wire.accept(5).await;
+    drop(client.clone());
+    drop(client);
+    settle().await;
+    assert!(!wire.is_closed());
+    drop(call);
+    settle().await;
+    assert!(!wire.is_closed());
+    wire.accept(usize::MAX / 2).await;
+    assert!(wire.is_closed());
+    assert!(wire.written().starts_with(&frame(1, "one")));
+    assert!(wire.written().contains("cancelled"));
+
+    // Not for ever, if the peer does not read.
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    drop(start(&client, request("one")).await);
+    drop(client);
+    settle().await;
+    assert!(!wire.is_closed());
+    advance(Duration::from_millis(51)).await;
+    settle().await;
+    assert!(wire.is_closed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_of_our_own_is_no_call_that_a_closure_took_down() {
+    for room in [usize::MAX, 0] {
+        let wire = Wire::new();
+        wire.set(|state| state.room = room);
+        let client = wire.connect(Client::builder().probe(request("ping"), Duration::from_secs(5)));
+        let _call = start(&client, request("one")).await;
+        let mut probe = tokio_test::task::spawn(Connection::probe(&client).unwrap().1);
+        assert_pending!(probe.poll());
+        settle().await;
+        client.close();
+        assert_eq!(client.closed().await.in_flight(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn close_ends_all_calls_at_once() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut written = start(&client, request("one")).await;
+    let mut closed = tokio_test::task::spawn(client.closed());
+    assert_pending!(closed.poll());
+    client.close();
+    settle().await;
+    assert_eq!(failed(&mut written).delivery(), Delivery::Ambiguous);
+    assert!(closed.is_woken());
+    assert_eq!(assert_ready!(closed.poll()).in_flight(), 1);
+    assert!(wire.is_closed());
+    let mut ready = client.clone();
+    let mut task = tokio_test::task::spawn(());
+    let error = assert_ready_err!(task.enter(|cx, _| tower::Service::poll_ready(&mut ready, cx)));
+    assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Connection));
+    Connection::close(&client).await;
+}
+
+#[test]
+fn a_runtime_that_shuts_down_ends_the_calls() {
+    let wire = Wire::open();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let (client, mut call) = runtime.block_on(async {
+        let client = wire.connect(Client::builder());
+        let call = start(&client, request("one")).await;
+        (client, call)
+    });
+    drop(runtime);
+    assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+    assert!(client.closure().is_some());
+}
+
+#[test]
+fn outside_of_a_runtime_calls_are_refused() {
+    let client = Wire::open().connect(Client::builder());
+    let mut call = tokio_test::task::spawn(client.request(request("one")));
+    let error = assert_ready_err!(call.poll());
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::Config(_))));
+}
+
+fn process(ends_effects: bool) -> (Process, oneshot::Sender<()>, watch::Sender<Option<Exit>>) {
+    let (exit_now, exited) = oneshot::channel();
+    let (group, exit) = watch::channel(None);
+    let process = Process {
+        exited: Box::pin(async move {
+            let _ = exited.await;
+        }),
+        exit,
+        ends_effects,
+        stderr: Arc::new(|| vec!["last words".to_owned()]),
+        overlapped: false,
+    };
+    (process, exit_now, group)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_exits_closes_after_a_short_drain_though_its_pipe_stays_open() {
+    let (process, exit_now, group) = process(true);
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().exact_writes().process(process));
+    assert!(client.has_process() && !client.overlapped());
+    assert_eq!(client.stderr(), ["last words"]);
+    let mut answered = start(&client, request("one")).await;
+    let mut lost = start(&client, request("two")).await;
+    exit_now.send(()).unwrap();
+    settle().await;
+    // Nothing is written any more, not even to a grandchild that reads the pipe.
+    let mut after = start(&client, request("three")).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert_ready_ok!(answered.poll());
+    assert_pending!(lost.poll());
+    advance(Duration::from_millis(51)).await;
+    settle().await;
+    let error = failed(&mut lost);
+    let closure = error.closure().unwrap().clone();
+    assert!(closure.exit_ends_effects() && closure.exit().is_none());
+    assert_eq!(failed(&mut after).delivery(), Delivery::NotSent);
+    assert!(!wire.written().contains("three"));
+
+    let mut exited = tokio_test::task::spawn(closure.exited());
+    assert_pending!(exited.poll());
+    let mut closed = tokio_test::task::spawn(Connection::close(&client));
+    assert_pending!(closed.poll());
+    group.send(Some(Exit::new(None, true))).unwrap();
+    assert!(assert_ready!(exited.poll()).unwrap().group_gone);
+    assert_ready!(closed.poll());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_group_that_nobody_watches_any_more_is_not_known_to_be_gone() {
+    let (process, _exit_now, group) = process(true);
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().process(process));
+    wire.eof().await;
+    drop(group);
+    assert!(!client.closure().unwrap().exited().await.unwrap().group_gone);
+    Connection::close(&client).await;
+}
+
+// ----- silence
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn judged(wire: &Wire) -> Client {
+    wire.connect(Client::builder().probe(request("ping"), 5 * SECOND))
+}
+
+/// Starts a call and lets its deadline pass.
+async fn expire(client: &Client) -> Spawn<ResponseFuture> {
+    let mut call = start(client, request("slow").within(SECOND)).await;
+    advance(SECOND).await;
+    let error = assert_ready_err!(call.poll());
+    assert_eq!(error.delivery(), Delivery::Ambiguous);
+    settle().await;
+    call
+}
+
+fn pings(wire: &Wire) -> usize {
+    wire.written().matches("\"ping\"").count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_peer_that_does_not_answer_a_probe_is_gone() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let _one = expire(&client).await;
+    let _two = expire(&client).await;
+    assert_eq!(pings(&wire), 1);
+    assert!(client.closure().is_none());
+    advance(4 * SECOND).await;
+    settle().await;
+    assert!(client.closure().unwrap().to_string().contains("silent"));
+    let mut call = tokio_test::task::spawn(client.request(request("next")));
+    let mut error = assert_ready_err!(call.poll());
+    assert_eq!(error.scope(), Scope::Connection);
+    assert!(handed_back(&mut error));
+}
+
+#[tokio::test(start_paused = true)]
+async fn anything_that_is_received_shows_life() {
+    for life in [r#"{"id":2,"result":{}}"#, r#"{"id":2,"error":{"code":-32601,"message":""}}"#, "?", "{}"] {
+        let wire = Wire::open();
+        let client = judged(&wire);
+        let _call = expire(&client).await;
+        assert_eq!(pings(&wire), 1);
+        wire.send(life).await;
+        advance(60 * SECOND).await;
+        settle().await;
+        assert!(client.closure().is_none());
+        assert_eq!(client.ignored() == 0, life.contains("id"));
+        // And it can be suspected again.
+        let _call = expire(&client).await;
+        assert_eq!(pings(&wire), 2);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_was_heard_since_the_call_is_not_suspected() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let mut call = start(&client, request("slow").within(SECOND)).await;
+    wire.send(r#"{"method":"progress"}"#).await;
+    advance(SECOND).await;
+    assert_ready_err!(call.poll());
+    settle().await;
+    assert_eq!(pings(&wire), 0);
+
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let _call = expire(&client).await;
+    advance(600 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_with_time_left_postpone_the_end() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let mut patient = start(&client, request("patient").within(20 * SECOND)).await;
+    let _call = expire(&client).await;
+    advance(6 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_none());
+    // Nothing more is sent to it meanwhile.
+    let mut held = start(&client, request("held")).await;
+    assert!(!wire.written().contains("held"));
+    assert_pending!(patient.poll());
+    advance(14 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_some());
+    assert_eq!(failed(&mut held).delivery(), Delivery::NotSent);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_postponed_end_comes_with_the_last_call_or_not_at_all() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let patient = start(&client, request("patient").within(20 * SECOND)).await;
+    let _call = expire(&client).await;
+    advance(6 * SECOND).await;
+    settle().await;
+    drop(patient);
+    settle().await;
+    assert!(client.closure().is_some());
+
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let mut patient = start(&client, request("patient").within(20 * SECOND)).await;
+    let _call = expire(&client).await;
+    advance(6 * SECOND).await;
+    settle().await;
+    let mut held = start(&client, request("held")).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert_ready_ok!(patient.poll());
+    wire.send(r#"{"id":4,"result":1}"#).await;
+    assert_ready_ok!(held.poll());
+    assert!(client.closure().is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_without_a_deadline_postpones_the_end_for_five_minutes() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let mut never = start(&client, request("never").deadline(Deadline::Never)).await;
+    let _call = expire(&client).await;
+    advance(5 * SECOND).await;
+    settle().await;
+    advance(299 * SECOND).await;
+    settle().await;
+    assert_pending!(never.poll());
+    advance(2 * SECOND).await;
+    settle().await;
+    assert_eq!(failed(&mut never).delivery(), Delivery::Ambiguous);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_stopped_reading_is_suspected_by_calls_that_were_never_sent() {
+    let wire = Wire::new();
+    let client = judged(&wire);
+    drop(start(&client, big(1000)).await);
+    let mut call = start(&client, request("queued").within(SECOND)).await;
+    advance(SECOND).await;
+    assert_eq!(assert_ready_err!(call.poll()).delivery(), Delivery::NotSent);
+    settle().await;
+    advance(6 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_probe_can_be_asked_for_from_outside() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let (name, probe) = Connection::probe(&client).unwrap();
+    assert_eq!(name, "ping");
+    let mut probe = tokio_test::task::spawn(probe);
+    assert_pending!(probe.poll());
+    settle().await;
+    wire.send(r#"{"id":1,"result":{}}"#).await;
+    assert_ready_ok!(probe.poll());
+    let mut probe = tokio_test::task::spawn(Connection::probe(&client).unwrap().1);
+    assert_pending!(probe.poll());
+    settle().await;
+    advance(5 * SECOND).await;
+    assert_eq!(assert_ready_err!(probe.poll()).delivery(), Delivery::Ambiguous);
+}

@@ -1,0 +1,585 @@
+//! One call on its way to a connection, over at most one second hand-over.
+
+use std::{
+    borrow::Cow,
+    fmt,
+    future::Future,
+    mem,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use pin_project::{pin_project, pinned_drop};
+use tokio::time::Instant;
+use tower::Service;
+
+use super::single_flight::{Local, Shared, Waiter};
+use crate::{
+    Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
+    Scope,
+    call::Trail,
+    event::{CallReport, Event, Events},
+};
+
+/// The future of a [`Reconnect`](super::Reconnect) service's call.
+#[pin_project(PinnedDrop)]
+pub struct ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req>,
+{
+    #[pin]
+    state: State<M, Req>,
+    call: Facts,
+    /// Attempts of this call that this future made and that nothing was sent of.
+    earlier: Vec<Attempt>,
+    polled: bool,
+}
+
+/// What is still needed of the request once it was given away.
+struct Facts {
+    effect: Effect,
+    basis: Basis,
+    deadline: Deadline,
+    attempt_until: Option<Instant>,
+    id: Option<CallId>,
+    outermost: bool,
+    events: Events,
+    trail: Option<Arc<Trail>>,
+    activity: Option<Arc<Activity>>,
+    /// The method, where it may be wanted: on a connection that has yet to show that it works.
+    name: Cow<'static, str>,
+}
+
+#[pin_project(project = StateProj)]
+enum State<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req>,
+{
+    /// With the connection.
+    Sent {
+        #[pin]
+        future: <M::Response as Service<Req>>::Future,
+        local: Arc<Local<M>>,
+    },
+    /// Waits for a connection.
+    Waiting { request: Option<Req>, waiter: Waiter<M> },
+    /// Waits for the connection to be ready.
+    Readying { request: Option<Req>, local: Arc<Local<M>>, connection: M::Response },
+    /// Refused at once.
+    Refused(Option<CallError>),
+    /// Has resolved.
+    Done,
+}
+
+impl<M, Req> ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req, Error = CallError>,
+    Req: Call,
+{
+    pub(super) fn sent(
+        request: Req,
+        effect: Effect,
+        outermost: bool,
+        local: &Arc<Local<M>>,
+        connection: &mut M::Response,
+    ) -> Self {
+        let mut call = Facts::of(&request, effect, outermost);
+        if !local.generation.has_shown(effect) {
+            call.name = request.name();
+        }
+        call.mark(local);
+        let future = connection.call(request);
+        Self::new(State::Sent { future, local: Arc::clone(local) }, call)
+    }
+
+    pub(super) fn waiting(
+        request: Req,
+        effect: Effect,
+        outermost: bool,
+        shared: Arc<Shared<M>>,
+        found_dead: Option<Attempt>,
+    ) -> Self {
+        let mut call = Facts::of(&request, effect, outermost);
+        call.name = request.name();
+        let waiter = Waiter::new(shared);
+        let mut future = Self::new(State::Waiting { request: Some(request), waiter }, call);
+        future.earlier.extend(found_dead);
+        future
+    }
+
+    pub(super) fn refused(request: &Req, effect: Effect, error: CallError) -> Self {
+        let error = error.of_call(request.method(), effect);
+        Self::new(State::Refused(Some(error)), Facts::of(request, effect, false))
+    }
+
+    fn new(state: State<M, Req>, call: Facts) -> Self {
+        Self { state, call, earlier: Vec::new(), polled: false }
+    }
+}
+
+impl<M, Req> Future for ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Error: Into<BoxError>,
+    M::Response: Service<Req, Error = CallError> + Clone + 'static,
+    Req: Call + Send + 'static,
+{
+    type Output = Result<<M::Response as Service<Req>>::Response, CallError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let result = ready!(self.as_mut().poll_inner(cx));
+        let mut this = self.project();
+        let (shared, generation) = match &*this.state {
+            State::Sent { local, .. } | State::Readying { local, .. } => {
+                (Some(&local.shared), Some(local.generation.number))
+            }
+            State::Waiting { waiter, .. } => (Some(waiter.shared()), None),
+            State::Refused(_) | State::Done => (None, None),
+        };
+        // The count of calls in flight must have gone down when a shutdown is told to look at it.
+        let closing = shared.filter(|shared| shared.is_closing()).map(Arc::clone);
+        this.state.set(State::Done);
+        if let Some(shared) = closing {
+            shared.ended.notify_waiters();
+        }
+        Poll::Ready(match result {
+            Ok(response) => {
+                if !this.earlier.is_empty() || this.call.trail.is_some() {
+                    this.call.succeeded(mem::take(this.earlier), generation);
+                }
+                Ok(response)
+            }
+            Err(error) => {
+                let error = error.after_attempts(mem::take(this.earlier));
+                if this.call.outermost {
+                    this.call.events.failed(this.call.id, this.call.basis, &error);
+                }
+                Err(error)
+            }
+        })
+    }
+}
+
+impl<M, Req> ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Error: Into<BoxError>,
+    M::Response: Service<Req, Error = CallError> + Clone + 'static,
+    Req: Call + Send + 'static,
+{
+    fn poll_inner(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<<M::Response as Service<Req>>::Response, CallError>> {
+        let mut this = self.project();
+        let call = this.call;
+        loop {
+            let first = !mem::replace(this.polled, true);
+            match this.state.as_mut().project() {
+                StateProj::Sent { future, local } => {
+                    let error = match future.poll(cx) {
+                        Poll::Ready(Ok(response)) => {
+                            local.generation.note_answer(call.effect, &call.name);
+                            return Poll::Ready(Ok(response));
+                        }
+                        Poll::Ready(Err(error)) => error,
+                        // A connection of this crate would have resolved: nobody knows what became of it.
+                        Poll::Pending if call.is_late(first) => CallError::deadline(Delivery::Ambiguous),
+                        Poll::Pending => return Poll::Pending,
+                    };
+                    let mut error = call.ended(error, local);
+                    let again = error.rule(call.effect, false) == Rule::HandOver
+                        && this.earlier.is_empty()
+                        && !matches!(error.cause(), Cause::AttemptTimeout)
+                        && !call.is_over();
+                    let Some(request) = again.then(|| error.take_request::<Req>()).flatten() else {
+                        return Poll::Ready(Err(error));
+                    };
+                    *this.earlier = error.take_attempts();
+                    call.name = request.name();
+                    let waiter = Waiter::new(Arc::clone(&local.shared));
+                    this.state.set(State::Waiting { request: Some(request), waiter });
+                }
+                StateProj::Waiting { request, waiter } => {
+                    let shared = Arc::clone(waiter.shared());
+                    match shared.poll_connected(waiter, call.waits_until(), cx) {
+                        Poll::Ready(Ok((local, connection))) => {
+                            let request = request.take();
+                            this.state.set(State::Readying { request, local, connection });
+                        }
+                        Poll::Ready(Err(error)) => {
+                            return Poll::Ready(Err(call.unsent(error, request.take())));
+                        }
+                        Poll::Pending => {
+                            return call.give_up_waiting(first, request);
+                        }
+                    }
+                }
+                StateProj::Readying { request, local, connection } => match connection.poll_ready(cx) {
+                    Poll::Ready(Ok(())) => {
+                        let Some(request) = request.take() else { return Poll::Pending };
+                        if call.is_over() {
+                            let error = if call.deadline.is_past(Instant::now()) {
+                                CallError::deadline(Delivery::NotSent)
+                            } else {
+                                CallError::attempt_timeout(Delivery::NotSent)
+                            };
+                            return Poll::Ready(Err(call.unsent(error, Some(request))));
+                        }
+                        call.mark(local);
+                        let future = connection.call(request);
+                        let local = Arc::clone(local);
+                        this.state.set(State::Sent { future, local });
+                    }
+                    Poll::Ready(Err(error)) => {
+                        let mut error = call.ended(CallError::not_ready(error).connection_lost(), local);
+                        if !this.earlier.is_empty() || call.is_over() {
+                            return Poll::Ready(Err(call.unsent(error, request.take())));
+                        }
+                        *this.earlier = error.take_attempts();
+                        let waiter = Waiter::new(Arc::clone(&local.shared));
+                        let request = request.take();
+                        this.state.set(State::Waiting { request, waiter });
+                    }
+                    Poll::Pending => {
+                        return call.give_up_waiting(first, request);
+                    }
+                },
+                StateProj::Refused(error) => {
+                    return error.take().map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
+                }
+                StateProj::Done => return Poll::Pending,
+            }
+        }
+    }
+}
+
+#[pinned_drop]
+impl<M, Req> PinnedDrop for ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req>,
+{
+    fn drop(self: Pin<&mut Self>) {
+        let mut this = self.project();
+        if let State::Waiting { request: Some(_), .. } | State::Readying { request: Some(_), .. } =
+            &*this.state
+            && let Some(activity) = &this.call.activity
+        {
+            // It was never given to a connection: who dropped a write must not believe it in doubt.
+            activity.withdrawn();
+        }
+        if let State::Sent { local, .. } | State::Readying { local, .. } = &*this.state
+            && local.shared.is_closing()
+        {
+            let shared = Arc::clone(&local.shared);
+            this.state.set(State::Done);
+            shared.ended.notify_waiters();
+        }
+    }
+}
+
+impl<M, Req> fmt::Debug for ResponseFuture<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("reconnect::ResponseFuture { .. }")
+    }
+}
+
+// ===== impl Facts =====
+
+impl Facts {
+    fn of<Req: Call>(request: &Req, effect: Effect, outermost: bool) -> Self {
+        let context = request.context();
+        Self {
+            effect,
+            basis: context.basis(),
+            deadline: context.deadline(),
+            attempt_until: context.attempt_until(),
+            id: context.id(),
+            outermost,
+            events: context.events.share(),
+            trail: context.trail.clone(),
+            activity: context.activity().cloned(),
+            name: Cow::Borrowed(""),
+        }
+    }
+
+    /// Notes, for who wants to know, on what connection the call is.
+    fn mark<M: Service<()>>(&self, local: &Local<M>) {
+        if let Some(activity) = &self.activity {
+            activity.on_generation(local.generation.number, local.generation.began);
+        }
+    }
+
+    /// Whether the deadline has passed. The first poll reads no clock.
+    fn is_late(&self, first: bool) -> bool {
+        !first && self.deadline.instant().is_some() && self.deadline.is_past(Instant::now())
+    }
+
+    /// Until when a hand-over may happen.
+    fn waits_until(&self) -> Deadline {
+        match (self.deadline.instant(), self.attempt_until) {
+            (Some(deadline), Some(until)) => Deadline::At(deadline.min(until)),
+            (Some(at), None) | (None, Some(at)) => Deadline::At(at),
+            (None, None) => self.deadline,
+        }
+    }
+
+    /// Whether nothing may be handed over any more.
+    fn is_over(&self) -> bool {
+        self.waits_until().instant().is_some_and(|until| Instant::now() >= until)
+    }
+
+    /// Ends a wait, and returns the request, if its time is up.
+    fn give_up_waiting<T, Req: Call + Send + 'static>(
+        &self,
+        first: bool,
+        request: &mut Option<Req>,
+    ) -> Poll<Result<T, CallError>> {
+        if first || !self.is_over() {
+            return Poll::Pending;
+        }
+        let error = if self.deadline.is_past(Instant::now()) {
+            CallError::deadline(Delivery::NotSent)
+        } else {
+            CallError::attempt_timeout(Delivery::NotSent)
+        };
+        Poll::Ready(Err(self.unsent(error, request.take())))
+    }
+
+    /// An error of a call that was not given to a connection.
+    fn unsent<Req: Call + Send + 'static>(&self, error: CallError, request: Option<Req>) -> CallError {
+        let Some(request) = request else { return error };
+        error.of_call(request.method(), self.effect).with_attempt(None).with_request(request)
+    }
+
+    /// An attempt on a connection has ended with an error.
+    fn ended<M: Service<()>>(&self, error: CallError, local: &Local<M>) -> CallError
+    where
+        M::Error: Into<BoxError>,
+    {
+        let generation = &local.generation;
+        let mut error = error.of_call(&self.name, self.effect);
+        if error.delivery() == Delivery::Answered {
+            generation.note_error(error.method());
+        } else if error.scope() == Scope::Connection {
+            let closure = generation.closure(&error);
+            error = error.at_closure(closure);
+        }
+        if let Some(closure) = error.closure() {
+            closure.set_generation(generation.number);
+        }
+        let error = error.with_attempt(Some(generation.number));
+        if error.scope() == Scope::Connection {
+            local.shared.lost(generation, &error, Some(self.effect));
+        }
+        error
+    }
+
+    /// A call that was handed over a second time was answered. Whoever replays it above reports it; else
+    /// only this layer knows.
+    fn succeeded(&self, mut attempts: Vec<Attempt>, generation: Option<u64>) {
+        match &self.trail {
+            Some(trail) => {
+                trail.extend(attempts);
+                if let Some(generation) = generation {
+                    trail.answered_on(generation);
+                }
+            }
+            None => {
+                attempts.push(Attempt::answered(generation));
+                self.events.emit(Event::Call(&CallReport {
+                    call: self.id,
+                    method: self.name.clone().into_owned(),
+                    effect: self.effect,
+                    basis: self.basis,
+                    attempts,
+                    outcome: None,
+                    notes: Vec::new(),
+                }));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        collections::VecDeque,
+        future::{Ready, ready},
+        sync::Mutex,
+        time::Duration,
+    };
+
+    use tokio::time::advance;
+    use tower::{Layer, ServiceExt, service_fn};
+
+    use super::*;
+    use crate::{CallContext, Closure, Outcome, ReconnectLayer};
+
+    /// A request that this layer must not clone.
+    #[derive(Debug, Default)]
+    struct Unique(CallContext);
+
+    impl Call for Unique {
+        fn method(&self) -> &str {
+            "unique"
+        }
+
+        fn effect(&self) -> Effect {
+            Effect::Write
+        }
+
+        fn context(&self) -> &CallContext {
+            &self.0
+        }
+
+        fn context_mut(&mut self) -> &mut CallContext {
+            &mut self.0
+        }
+
+        fn try_clone(&self) -> Option<Self> {
+            panic!("cloned");
+        }
+    }
+
+    type Treatment = fn(Unique) -> Result<u8, CallError>;
+
+    /// How connections treat the calls, one after the other.
+    type Script = Arc<Mutex<VecDeque<Treatment>>>;
+
+    #[derive(Clone)]
+    struct Scripted(Script);
+
+    impl Service<Unique> for Scripted {
+        type Response = u8;
+        type Error = CallError;
+        type Future = Ready<Result<u8, CallError>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, request: Unique) -> Self::Future {
+            let next = self.0.lock().unwrap().pop_front().expect("no further hand-over");
+            ready(next(request))
+        }
+    }
+
+    fn closed(request: Unique) -> Result<u8, CallError> {
+        let error = CallError::of_closure(Closure::new("gone"), Delivery::NotSent);
+        Err(error.with_request(request))
+    }
+
+    fn client<const N: usize>(
+        script: [Treatment; N],
+    ) -> (impl Service<Unique, Response = u8, Error = CallError> + Clone, Script, crate::ReconnectHandle)
+    {
+        let script: Script = Arc::new(Mutex::new(VecDeque::from(script)));
+        let connection = Scripted(Arc::clone(&script));
+        let connector = service_fn(move |()| ready(Ok::<_, CallError>(connection.clone())));
+        let layer = ReconnectLayer::once();
+        let handle = layer.handle();
+        (layer.layer(connector), script, handle)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_handed_back_is_handed_over_once_more_without_a_clone() {
+        for effect in [Effect::ReadOnly, Effect::Idempotent, Effect::Write] {
+            let (client, script, handle) = client([closed, |_| Ok(7)]);
+            let request = Unique::default().as_effect(effect);
+            assert_eq!(client.clone().oneshot(request).await.unwrap(), 7);
+            assert!(script.lock().unwrap().is_empty());
+            assert_eq!(handle.generation(), Some(2));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_second_time_it_is_returned_with_the_request() {
+        for effect in [Effect::ReadOnly, Effect::Write] {
+            let (client, _, _) = client([closed, closed]);
+            let mut error = client.oneshot(Unique::default().as_effect(effect)).await.unwrap_err();
+            let generations: Vec<_> = error.attempts().iter().map(|attempt| attempt.generation).collect();
+            assert_eq!(generations, [Some(1), Some(2)]);
+            assert_eq!((error.outcome(), error.delivery()), (Outcome::NotDone, Delivery::NotSent));
+            assert!(error.take_request::<Unique>().is_some());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_handed_back_for_another_reason_is_returned() {
+        let reasons: [Treatment; 4] = [
+            // Nothing below hands a call over after its attempt's time was up.
+            |request| Err(CallError::attempt_timeout(Delivery::NotSent).with_request(request)),
+            |request| Err(CallError::deadline(Delivery::NotSent).with_request(request)),
+            |request| Err(CallError::refused(crate::Refusal::NotAProbe).with_request(request)),
+            // Not handed back to whom it came from.
+            |_| Err(CallError::of_closure(Closure::new("gone"), Delivery::NotSent).with_request(1_u8)),
+        ];
+        for reason in reasons {
+            let (client, ..) = client([reason]);
+            let error = client.oneshot(Unique::default()).await.unwrap_err();
+            assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 1));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_handed_over_again_once_its_time_is_up() {
+        let second = Duration::from_secs(1);
+        for by_deadline in [true, false] {
+            let (connection, gate) = (Scripted(Script::default()), Arc::new(tokio::sync::Notify::new()));
+            connection.0.lock().unwrap().push_back(closed as Treatment);
+            let opens = Arc::clone(&gate);
+            let slow = service_fn(move |request: Unique| {
+                let (mut slow, opens) = (connection.clone(), Arc::clone(&opens));
+                async move {
+                    opens.notified().await;
+                    slow.call(request).await
+                }
+            });
+            let connector = service_fn(move |()| ready(Ok::<_, CallError>(slow.clone())));
+            let mut request = Unique::default();
+            match by_deadline {
+                true => request = request.within(second),
+                false => request.0.set_attempt_until(Some(Instant::now() + second)),
+            }
+            let client = ReconnectLayer::once().layer(connector);
+            let mut calling = tokio_test::task::spawn(client.oneshot(request));
+            assert!(calling.poll().is_pending());
+            advance(second).await;
+            gate.notify_one();
+            let error = tokio_test::assert_ready_err!(calling.poll());
+            assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 1));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_withdrawal_from_one_connection_is_forgotten_at_the_next() {
+        let activity = Arc::new(Activity::default());
+        let (client, ..) = client([
+            |request| {
+                let activity = Arc::clone(request.context().activity().unwrap());
+                activity.adopt();
+                activity.withdrawn();
+                closed(request)
+            },
+            |request| {
+                request.context().activity().unwrap().adopt();
+                Ok(1)
+            },
+        ]);
+        let mut request = Unique::default();
+        request.0.set_activity(Some(Arc::clone(&activity)));
+        client.oneshot(request).await.unwrap();
+        assert!(!activity.was_withdrawn());
+        assert_eq!(activity.generation().unwrap().0, 2);
+    }
+}

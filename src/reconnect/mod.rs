@@ -1,0 +1,190 @@
+//! Reconnects once after a closure: one shared reconnect, however many calls wait for it.
+//!
+//! [`ReconnectLayer`] wraps a connector, any `Service<(), Response = connection>` as in
+//! `tower::MakeService`, and gives a service of calls. The first connect is lazy. After a closure, which
+//! is any error of [scope](crate::Scope) `Connection`, be it of a call or of the connection's `poll_ready`,
+//! the next call connects again; those that come meanwhile wait for the same connect.
+//!
+//! - A call whose request provably never left ([`Delivery::NotSent`](crate::Delivery::NotSent)) is handed
+//!   over again on the new connection, once, be it a read or a write. Its request comes back inside the
+//!   error: no clone is kept. A connection that cannot hand it back gets no such second hand-over.
+//! - A call that was in flight gets its error. Whether it may be repeated is for the layers above to decide.
+//! - A connect that fails fails the calls that waited for it, and no others: the next call tries again,
+//!   after a backoff. Each connect is bounded by [`connect_timeout`](ReconnectLayer::connect_timeout); a
+//!   call's own deadline ends only its own wait.
+//! - After [too many connections in a row](ReconnectLayer::crash_loop) that closed without having answered
+//!   anything, calls are refused for a while.
+//!
+//! The service is always ready and waits inside the call, where the call's deadline counts.
+//!
+//! A foreign connection closes when its last clone is dropped; the clones of this service hold one each.
+
+mod future;
+mod generation;
+mod layer;
+mod single_flight;
+
+use std::{
+    fmt,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+use tower::Service;
+
+use self::single_flight::{Local, Shared};
+pub use self::{
+    future::ResponseFuture,
+    layer::{ReconnectHandle, ReconnectLayer},
+};
+use crate::{
+    Attempt, BoxError, Call, CallContext, CallError, Refusal,
+    call::{CallIds, effect_of},
+    event::{self, Events},
+    retry::backoff::Schedule,
+};
+
+/// What the layer is set to.
+#[derive(Clone)]
+struct Config {
+    connect_timeout: Duration,
+    crash_limit: u32,
+    cool_down: Duration,
+    max_waiters: usize,
+    backoff: Schedule,
+}
+
+/// Calls over a connection that is made, and made again, on demand. See the [module](self).
+pub struct Reconnect<M: Service<()>> {
+    shared: Arc<Shared<M>>,
+    link: Option<Link<M>>,
+    /// The connection was found dead before the next call was given to it: that call's first attempt.
+    found_dead: Option<Box<Attempt>>,
+    wrong: Option<&'static str>,
+    events: Events,
+    ids: CallIds,
+}
+
+/// This clone's own handle on the connection in use.
+struct Link<M: Service<()>> {
+    local: Arc<Local<M>>,
+    connection: M::Response,
+    /// Whether the connection said that it is ready, for the next call.
+    ready: bool,
+}
+
+impl<M: Service<()>> Reconnect<M>
+where
+    M::Error: Into<BoxError>,
+{
+    fn new(connector: M, config: Config, wrong: Option<&'static str>, events: Events) -> Self {
+        let shared = Arc::new(Shared::new(connector, config, events.clone()));
+        Self { shared, link: None, found_dead: None, wrong, events, ids: CallIds::default() }
+    }
+
+    /// The link to the connection in use, if one is there.
+    fn link(&mut self) -> Option<&mut Link<M>>
+    where
+        M::Response: Clone,
+    {
+        if self.link.as_ref().is_some_and(|link| !self.shared.is_current(&link.local.generation)) {
+            self.link = None;
+        }
+        if self.link.is_none() {
+            let (local, connection) = self.shared.connected()?;
+            self.link = Some(Link { local, connection, ready: false });
+        }
+        self.link.as_mut()
+    }
+}
+
+impl<M, Req> Service<Req> for Reconnect<M>
+where
+    M: Service<()>,
+    M::Error: Into<BoxError>,
+    M::Response: Service<Req, Error = CallError> + Clone + 'static,
+    Req: Call + Send + 'static,
+{
+    type Response = <M::Response as Service<Req>>::Response;
+    type Error = CallError;
+    type Future = ResponseFuture<M, Req>;
+
+    /// Always ready: a call waits for its connection where its deadline counts.
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        if let Some(link) = self.link() {
+            match link.connection.poll_ready(cx) {
+                Poll::Ready(Ok(())) => link.ready = true,
+                Poll::Ready(Err(error)) => {
+                    let generation = Arc::clone(&link.local.generation);
+                    let error = CallError::not_ready(error).connection_lost();
+                    let closure = generation.closure(&error);
+                    let error = error.at_closure(closure);
+                    self.link = None;
+                    self.shared.lost(&generation, &error, None);
+                    self.found_dead = Some(Box::new(Attempt::of(&error, Some(generation.number))));
+                }
+                Poll::Pending => link.ready = false,
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, mut request: Req) -> Self::Future {
+        let effect = effect_of(&request);
+        let outermost = event::enter(request.context_mut(), &mut self.ids, &self.events);
+        if let Some(what) = self.wrong {
+            return ResponseFuture::refused(&request, effect, CallError::refused(Refusal::Config(what)));
+        }
+        if let Some(link) = &mut self.link
+            && std::mem::take(&mut link.ready)
+            && self.shared.is_current(&link.local.generation)
+            && !self.shared.is_closing()
+            // Where a layer lies above, it has seen to that.
+            && !(outermost && is_over(request.context()))
+        {
+            self.found_dead = None;
+            return ResponseFuture::sent(request, effect, outermost, &link.local, &mut link.connection);
+        }
+        let found_dead = self.found_dead.take().map(|attempt| *attempt);
+        ResponseFuture::waiting(request, effect, outermost, Arc::clone(&self.shared), found_dead)
+    }
+}
+
+/// Whether nothing of the call may be handed over any more. Reads no clock for a call without a limit.
+fn is_over(context: &CallContext) -> bool {
+    let now = match (context.deadline().instant(), context.attempt_until()) {
+        (None, None) => return false,
+        _ => Instant::now(),
+    };
+    context.deadline().is_past(now) || context.attempt_until().is_some_and(|until| now >= until)
+}
+
+impl<M: Service<()>> Clone for Reconnect<M> {
+    fn clone(&self) -> Self {
+        // A clone inherits neither the readiness nor the handle: it makes a handle of its own.
+        Self {
+            shared: Arc::clone(&self.shared),
+            link: None,
+            found_dead: None,
+            wrong: self.wrong,
+            events: self.events.clone(),
+            ids: CallIds::default(),
+        }
+    }
+}
+
+impl<M: Service<()>> Drop for Link<M> {
+    fn drop(&mut self) {
+        self.local.release();
+    }
+}
+
+impl<M: Service<()>> fmt::Debug for Reconnect<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reconnect")
+            .field("generation", &self.link.as_ref().map(|link| link.local.generation.number))
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,748 @@
+//! One connect for all who wait: baton passing.
+//!
+//! At any time at most one waiter, the driver, polls the connect; the others have left their wakers. When
+//! the connect ends, all are woken and find its result. When the driver is dropped, it names another waiter
+//! the driver and wakes it, and that one, dropped in its turn before it was polled, does the same.
+//!
+//! Invariant: while a connect is under way and somebody waits, the driver is one of those who wait.
+//!
+//! Two things make a stale failure harmless: every connection has a number, and only the failure of the
+//! *current* one makes the next connect due; and a connect's result lives in the [`Ticket`] of that connect,
+//! so that a waiter that is late finds the result of the one it waited for and of no other.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    future::Future,
+    mem,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use tokio::{
+    sync::Notify,
+    time::{Instant, Sleep},
+};
+use tower::Service;
+
+use super::{Config, generation::Generation};
+use crate::{
+    BoxError, CallError, Closure, Deadline, Effect, Refusal,
+    census::{Census, Seat},
+    connection::{BoxFuture, Connection, known},
+    delivery::ConnectError,
+    event::{Event, Events, Incident},
+    retry::backoff::Waits,
+};
+
+/// How many ends of connections are kept as the evidence of a crash loop.
+const EVIDENCE_KEPT: usize = 8;
+/// How long the end of the last process is waited for before the next connect begins all the same. The
+/// connector that made the process has tighter bounds of its own.
+const REAPING: Duration = Duration::from_secs(10);
+
+/// What all clones of a service share.
+pub(super) struct Shared<M: Service<()>> {
+    state: Mutex<State<M>>,
+    /// The number of the connection in use; 0 where there is none.
+    current: AtomicU64,
+    closing: AtomicBool,
+    /// Told, while closing, whenever a call has ended.
+    pub(super) ended: Notify,
+    config: Config,
+    events: Events,
+}
+
+struct State<M: Service<()>> {
+    phase: Phase<M>,
+    /// The connector; with the connect while one is under way.
+    maker: Option<M>,
+    waiters: BTreeMap<u64, Waker>,
+    next_waiter: u64,
+    /// The number of the last connection made.
+    made: u64,
+    /// Connects that failed since the last one that did not.
+    failures: Option<Waits>,
+    last_delay: Option<Duration>,
+    not_before: Option<(Instant, Arc<ConnectError>)>,
+    /// The closure that the next connect follows.
+    lost: Option<Lost>,
+    /// Connections in a row that closed without an answer, and how they ended.
+    barren: u32,
+    evidence: VecDeque<String>,
+    cool_until: Option<Instant>,
+    /// What the clones and their calls hold, for counting.
+    locals: Census<Local<M>>,
+}
+
+enum Phase<M: Service<()>> {
+    Idle,
+    /// `work` is away while its driver polls it.
+    Connecting {
+        ticket: Arc<Ticket>,
+        driver: Option<u64>,
+        work: Option<Box<Connect<M>>>,
+    },
+    Connected {
+        generation: Arc<Generation>,
+        connection: M::Response,
+    },
+}
+
+/// One connect, and its failure once it has failed.
+struct Ticket {
+    failure: OnceLock<Arc<ConnectError>>,
+}
+
+/// A connection for a call, and the handle that goes with it.
+type Connected<M> = Result<(Arc<Local<M>>, <M as Service<()>>::Response), CallError>;
+
+/// What the holder of a place in the queue does next, without the lock.
+enum Step<M: Service<()>> {
+    Ready(Box<Connected<M>>),
+    Pending,
+    Drive(Box<Connect<M>>),
+    DropStage(Stage<M::Future>),
+    Report(Box<Incident>),
+}
+
+impl<M: Service<()>> Step<M> {
+    fn error(error: CallError) -> Self {
+        Step::Ready(Box::new(Err(error)))
+    }
+}
+
+/// What is remembered of a closure until the connect that follows it has ended.
+struct Lost {
+    at: Instant,
+    method: String,
+    effect: Option<Effect>,
+    error: String,
+    generation: u64,
+    closure: Option<Closure>,
+    known: Option<Arc<dyn Connection>>,
+    /// Until when connects wait for the end of the process; set by the first that does.
+    reaped_by: Option<Instant>,
+    reported: bool,
+}
+
+/// What a service's clone and its calls hold of a connection: reference counts of their own.
+pub(super) struct Local<M: Service<()>> {
+    pub(super) shared: Arc<Shared<M>>,
+    pub(super) generation: Arc<Generation>,
+    /// Whether the service itself, and not only its calls, holds this.
+    held: AtomicBool,
+}
+
+/// A place in the queue for a connection.
+pub(super) struct Waiter<M: Service<()>> {
+    shared: Arc<Shared<M>>,
+    key: Option<u64>,
+    ticket: Option<Arc<Ticket>>,
+}
+
+impl<M: Service<()>> Shared<M>
+where
+    M::Error: Into<BoxError>,
+{
+    pub(super) fn new(maker: M, config: Config, events: Events) -> Self {
+        Self {
+            state: Mutex::new(State {
+                phase: Phase::Idle,
+                maker: Some(maker),
+                waiters: BTreeMap::new(),
+                next_waiter: 0,
+                made: 0,
+                failures: None,
+                last_delay: None,
+                not_before: None,
+                lost: None,
+                barren: 0,
+                evidence: VecDeque::new(),
+                cool_until: None,
+                locals: Census::new(),
+            }),
+            current: AtomicU64::new(0),
+            closing: AtomicBool::new(false),
+            ended: Notify::new(),
+            config,
+            events,
+        }
+    }
+
+    /// The connection that is there, without waiting, for a service to hold on to.
+    pub(super) fn connected(self: &Arc<Self>) -> Option<(Arc<Local<M>>, M::Response)>
+    where
+        M::Response: Clone,
+    {
+        if self.current.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let mut state = self.lock();
+        let (generation, connection) = match &state.phase {
+            Phase::Connected { generation, connection } => (Arc::clone(generation), connection.clone()),
+            _ => return None,
+        };
+        Some((self.local(&mut state, generation, true), connection))
+    }
+
+    /// Waits for a connection, makes one if there is none, and drives the connect if nobody else does.
+    pub(super) fn poll_connected(
+        self: &Arc<Self>,
+        waiter: &mut Waiter<M>,
+        deadline: Deadline,
+        cx: &mut Context<'_>,
+    ) -> Poll<Connected<M>>
+    where
+        M::Response: Clone + 'static,
+    {
+        loop {
+            // What is dropped or polled here is foreign code, so the lock is not held.
+            match self.step(waiter, deadline, cx) {
+                Step::Ready(result) => return Poll::Ready(*result),
+                Step::Pending => return Poll::Pending,
+                Step::DropStage(stage) => drop(stage),
+                Step::Report(incident) => self.events.emit(Event::Incident(&incident)),
+                Step::Drive(mut work) => {
+                    let polled = catch_unwind(AssertUnwindSafe(|| work.poll(cx)))
+                        .unwrap_or(Poll::Ready(Err(ConnectError::Panicked)));
+                    match polled {
+                        Poll::Pending => {
+                            let mut state = self.lock();
+                            if let Phase::Connecting { work: place, .. } = &mut state.phase {
+                                *place = Some(work);
+                            }
+                            // A shutdown that came meanwhile has woken nobody who drives.
+                            if !self.closing.load(Ordering::Acquire) {
+                                return Poll::Pending;
+                            }
+                        }
+                        Poll::Ready(result) => self.finish(*work, result),
+                    }
+                }
+            }
+        }
+    }
+
+    fn step(self: &Arc<Self>, waiter: &mut Waiter<M>, deadline: Deadline, cx: &mut Context<'_>) -> Step<M>
+    where
+        M::Response: Clone,
+    {
+        // Dropped after the lock is: a waker is foreign code.
+        let _old;
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if self.closing.load(Ordering::Acquire) {
+            return Step::error(CallError::refused(Refusal::Shutdown));
+        }
+        if let Some(failure) = waiter.ticket.as_ref().and_then(|ticket| ticket.failure.get()) {
+            return Step::error(CallError::connect_failed(Arc::clone(failure)));
+        }
+        if let Phase::Connected { generation, connection } = &state.phase {
+            let (generation, connection) = (Arc::clone(generation), connection.clone());
+            return Step::Ready(Box::new(Ok((self.local(state, generation, false), connection))));
+        }
+        let now = Instant::now();
+        if let Phase::Idle = state.phase {
+            if let Err(error) = state.may_connect(&self.config, now) {
+                // No connect follows this closure for a while.
+                return match state.incident(None, false) {
+                    Some(incident) => Step::Report(Box::new(incident)),
+                    None => Step::error(error),
+                };
+            }
+            if let Err(error) = state.fits(deadline, now) {
+                return Step::error(error);
+            }
+            let ticket = Arc::new(Ticket { failure: OnceLock::new() });
+            let maker = state.maker.take().expect("the connector is here while no connect is under way");
+            let not_before = state.not_before.as_ref().map(|(at, _)| *at).filter(|at| *at > now);
+            let reap = state.lost.as_mut().and_then(|lost| {
+                let by = *lost.reaped_by.get_or_insert_with(|| now + REAPING);
+                Some((lost.closure.clone()?, by))
+            });
+            let work = Some(Box::new(Connect::new(maker, reap, not_before, self.config.connect_timeout)));
+            state.phase = Phase::Connecting { ticket, driver: None, work };
+        }
+        let others_wait = !state.waiters.is_empty();
+        let too_many = waiter.key.is_none() && state.waiters.len() >= self.config.max_waiters;
+        let fits = state.fits(deadline, now);
+        let Phase::Connecting { ticket, driver, work } = &mut state.phase else {
+            unreachable!("the other phases have returned")
+        };
+        if waiter.ticket.as_ref().is_none_or(|joined| !Arc::ptr_eq(joined, ticket)) {
+            if let Err(error) = fits {
+                return Step::error(error);
+            }
+            if too_many {
+                return Step::error(CallError::refused(Refusal::Overloaded(
+                    "calls that wait for a connection",
+                )));
+            }
+            if !others_wait && work.as_ref().is_some_and(|work| work.has_expired(now)) {
+                // Nobody drove it, and its time is up: this call is owed a connect of its own.
+                let Phase::Connecting { work: Some(work), .. } = mem::replace(&mut state.phase, Phase::Idle)
+                else {
+                    unreachable!("it was there a line ago")
+                };
+                let Connect { maker, stage, .. } = *work;
+                state.maker = Some(maker);
+                return Step::DropStage(stage);
+            }
+            waiter.ticket = Some(Arc::clone(ticket));
+        }
+        let key = *waiter.key.get_or_insert_with(|| {
+            state.next_waiter += 1;
+            state.next_waiter
+        });
+        _old = match state.waiters.get_mut(&key) {
+            Some(waker) if waker.will_wake(cx.waker()) => None,
+            _ => state.waiters.insert(key, cx.waker().clone()),
+        };
+        if driver.is_some_and(|driver| driver != key) {
+            return Step::Pending;
+        }
+        *driver = Some(key);
+        work.take().map_or(Step::Pending, Step::Drive)
+    }
+
+    /// A connect has ended: everybody who waits learns of it.
+    fn finish(self: &Arc<Self>, work: Connect<M>, result: Result<M::Response, ConnectError>)
+    where
+        M::Response: 'static,
+    {
+        let Connect { maker, stage, began, overlapped, .. } = work;
+        // The spent future first: the connector may hold something in it that the next connect needs.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(stage)));
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Phase::Connecting { ticket, .. } = mem::replace(&mut state.phase, Phase::Idle) else {
+            return; // A shutdown came first; what was made is dropped.
+        };
+        state.maker = Some(maker);
+        let incident;
+        let mut probe = None;
+        match result {
+            Ok(connection) => {
+                state.made += 1;
+                let known = known(&connection);
+                incident = state.incident(known.as_deref(), overlapped);
+                let lost = state.lost.take();
+                let generation = Arc::new(Generation::new(
+                    state.made,
+                    began,
+                    lost.map(|lost| lost.at),
+                    known,
+                    self.events.clone(),
+                ));
+                if state.made > 1 {
+                    probe = Some(Arc::clone(&generation));
+                }
+                state.failures = None;
+                state.not_before = None;
+                state.phase = Phase::Connected { generation, connection };
+                self.current.store(state.made, Ordering::Release);
+            }
+            Err(error) => {
+                let error = Arc::new(error);
+                let config = &self.config;
+                let delay = state.failures.get_or_insert_with(|| config.backoff.start()).next();
+                // A schedule that has ended goes on with its last delay.
+                let delay = delay.or(state.last_delay).unwrap_or_default();
+                state.last_delay = Some(delay);
+                let at = Instant::now();
+                state.not_before = at.checked_add(delay).map(|at| (at, Arc::clone(&error)));
+                incident = state.incident(None, overlapped);
+                let _ = ticket.failure.set(error);
+            }
+        }
+        // Woken even if the event's sink panics.
+        let _waiters = WakeAll(mem::take(&mut state.waiters));
+        drop(guard);
+        if let Some(incident) = incident {
+            self.events.emit(Event::Incident(&incident));
+        }
+        if let Some(generation) = probe {
+            run_probe(generation);
+        }
+    }
+
+    /// The connection with that number is gone, says an error. A stale number changes nothing.
+    /// `effect` is that of the call which has the error, if it was a call.
+    pub(super) fn lost(&self, generation: &Generation, error: &CallError, effect: Option<Effect>) {
+        if !self.is_current(generation) {
+            return;
+        }
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        // Again, under the lock: whoever finds that there is no connection must find why, too.
+        if !self.is_current(generation) {
+            return;
+        }
+        self.current.store(0, Ordering::Release);
+        let dead = mem::replace(&mut state.phase, Phase::Idle);
+        let now = Instant::now();
+        if generation.has_answered() {
+            state.barren = 0;
+            state.evidence.clear();
+        } else {
+            state.barren = state.barren.saturating_add(1);
+            if state.evidence.len() == EVIDENCE_KEPT {
+                state.evidence.pop_front();
+            }
+            state.evidence.push_back(error.cause().to_string());
+        }
+        if state.barren >= self.config.crash_limit {
+            state.cool_until = now.checked_add(self.config.cool_down);
+        }
+        state.lost = Some(Lost {
+            at: now,
+            method: error.method().to_owned(),
+            effect,
+            error: error.cause().to_string(),
+            generation: generation.number,
+            closure: error.closure().cloned(),
+            known: generation.known.clone(),
+            reaped_by: None,
+            reported: false,
+        });
+        drop(guard);
+        // Foreign code, so without the lock. Its calls in flight keep what they need of it.
+        drop(dead);
+    }
+
+    pub(super) fn is_current(&self, generation: &Generation) -> bool {
+        generation.number == self.current.load(Ordering::Acquire)
+    }
+
+    fn local(
+        self: &Arc<Self>,
+        state: &mut State<M>,
+        generation: Arc<Generation>,
+        held: bool,
+    ) -> Arc<Local<M>> {
+        let local = Arc::new(Local { shared: Arc::clone(self), generation, held: AtomicBool::new(held) });
+        state.locals.enter(&local);
+        local
+    }
+}
+
+impl<M: Service<()>> Shared<M> {
+    fn lock(&self) -> MutexGuard<'_, State<M>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
+
+    /// Refuses what comes from now on and wakes who waits.
+    fn begin_shutdown(&self) {
+        self.closing.store(true, Ordering::Release);
+        let waiters = mem::take(&mut self.lock().waiters);
+        waiters.into_values().for_each(Waker::wake);
+    }
+
+    /// How many calls are on a connection.
+    fn in_flight(&self) -> usize {
+        self.lock().locals.in_flight()
+    }
+
+    /// Gives the connection up, and hands it, or else the last one, out if it is one of this crate's.
+    fn take_connection(&self) -> Option<Arc<dyn Connection>> {
+        let (phase, last) = {
+            let mut state = self.lock();
+            self.current.store(0, Ordering::Release);
+            let last = state.lost.as_ref().and_then(|lost| lost.known.clone());
+            (mem::replace(&mut state.phase, Phase::Idle), last)
+        };
+        match &phase {
+            Phase::Connected { generation, .. } => generation.known.clone(),
+            Phase::Idle | Phase::Connecting { .. } => last,
+        }
+    }
+
+    /// Reports a closure that no connect will follow any more.
+    fn report_last(&self) {
+        let incident = self.lock().incident(None, false);
+        if let Some(incident) = incident {
+            self.events.emit(Event::Incident(&incident));
+        }
+    }
+}
+
+impl<M: Service<()>> Seat for Local<M> {
+    fn held(&self) -> &AtomicBool {
+        &self.held
+    }
+}
+
+impl<M: Service<()>> Local<M> {
+    /// The service lets go of it; its calls may still have it.
+    pub(super) fn release(&self) {
+        self.held.store(false, Ordering::Release);
+    }
+}
+
+// ===== impl State =====
+
+impl<M: Service<()>> State<M> {
+    /// Whether a connect may begin at all: not while too many connections in a row were good for nothing.
+    fn may_connect(&self, config: &Config, now: Instant) -> Result<(), CallError> {
+        match self.cool_until {
+            Some(until) if self.barren >= config.crash_limit && now < until => {
+                let evidence = self.evidence.iter().cloned().collect();
+                Err(CallError::refused(Refusal::CrashLoop(evidence)).after(until - now))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The report of the closure that no connect has followed yet, once.
+    fn incident(&mut self, after: Option<&dyn Connection>, overlap: bool) -> Option<Incident> {
+        let lost = self.lost.as_mut().filter(|lost| !lost.reported)?;
+        lost.reported = true;
+        Some(lost.incident(after, overlap))
+    }
+
+    /// Whether the backoff between connects ends before the deadline.
+    fn fits(&self, deadline: Deadline, now: Instant) -> Result<(), CallError> {
+        match &self.not_before {
+            Some((at, error)) if *at > now && !deadline.allows(now, *at - now) => {
+                Err(CallError::connect_failed(Arc::clone(error)).after(*at - now))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+// ===== impl Waiter =====
+
+impl<M: Service<()>> Waiter<M> {
+    pub(super) fn new(shared: Arc<Shared<M>>) -> Self {
+        Self { shared, key: None, ticket: None }
+    }
+
+    pub(super) fn shared(&self) -> &Arc<Shared<M>> {
+        &self.shared
+    }
+}
+
+impl<M: Service<()>> Drop for Waiter<M> {
+    fn drop(&mut self) {
+        let Some(key) = self.key else { return };
+        let mut guard = self.shared.lock();
+        let state = &mut *guard;
+        let own = state.waiters.remove(&key);
+        let mut next = None;
+        if let Phase::Connecting { driver, .. } = &mut state.phase
+            && *driver == Some(key)
+        {
+            // The baton goes to the one that waits longest. It is the driver from now on, so that it passes
+            // the baton on in its turn if it is dropped before it is polled.
+            let heir = state.waiters.iter().next();
+            *driver = heir.map(|(key, _)| *key);
+            next = heir.map(|(_, waker)| waker.clone());
+        }
+        drop(guard);
+        drop(own);
+        if let Some(waker) = next {
+            waker.wake();
+        }
+    }
+}
+
+struct WakeAll(BTreeMap<u64, Waker>);
+
+impl Drop for WakeAll {
+    fn drop(&mut self) {
+        mem::take(&mut self.0).into_values().for_each(Waker::wake);
+    }
+}
+
+// ===== impl Connect =====
+
+/// A connect under way: the end of the last process, the backoff, the connector's readiness, the connect.
+struct Connect<M: Service<()>> {
+    maker: M,
+    stage: Stage<M::Future>,
+    not_before: Option<Instant>,
+    timeout: Duration,
+    /// Armed when the connector is first asked.
+    timer: Option<Pin<Box<Sleep>>>,
+    began: Instant,
+    overlapped: bool,
+}
+
+enum Stage<F> {
+    Reaping { exit: BoxFuture<bool>, bound: Pin<Box<Sleep>> },
+    Backoff(Pin<Box<Sleep>>),
+    Readying,
+    Making(Pin<Box<F>>),
+}
+
+impl<M: Service<()>> Connect<M>
+where
+    M::Error: Into<BoxError>,
+{
+    fn new(
+        maker: M,
+        reap: Option<(Closure, Instant)>,
+        not_before: Option<Instant>,
+        timeout: Duration,
+    ) -> Self {
+        let stage = match reap {
+            Some((closure, by)) => Stage::Reaping {
+                exit: Box::pin(async move { closure.exited().await.is_none_or(|exit| exit.group_gone) }),
+                bound: Box::pin(tokio::time::sleep_until(by)),
+            },
+            None => Stage::after_reaping(not_before),
+        };
+        let began = Instant::now();
+        Self { maker, stage, not_before, timeout, timer: None, began, overlapped: false }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<M::Response, ConnectError>> {
+        loop {
+            let pending = match &mut self.stage {
+                Stage::Reaping { exit, bound } => {
+                    let gone = match exit.as_mut().poll(cx) {
+                        Poll::Ready(gone) => gone,
+                        Poll::Pending if bound.as_mut().poll(cx).is_ready() => false,
+                        Poll::Pending => return Poll::Pending,
+                    };
+                    self.overlapped = !gone;
+                    self.stage = Stage::after_reaping(self.not_before);
+                    continue;
+                }
+                Stage::Backoff(sleep) => {
+                    if sleep.as_mut().poll(cx).is_pending() {
+                        return Poll::Pending;
+                    }
+                    self.stage = Stage::Readying;
+                    continue;
+                }
+                Stage::Readying => {
+                    if self.timer.is_none() {
+                        self.began = Instant::now();
+                        self.timer = Some(Box::pin(tokio::time::sleep(self.timeout)));
+                    }
+                    match self.maker.poll_ready(cx) {
+                        Poll::Ready(Ok(())) => {
+                            self.stage = Stage::Making(Box::pin(self.maker.call(())));
+                            continue;
+                        }
+                        Poll::Ready(Err(error)) => Poll::Ready(Err(ConnectError::Connector(error.into()))),
+                        Poll::Pending => Poll::Pending,
+                    }
+                }
+                Stage::Making(future) => {
+                    future.as_mut().poll(cx).map_err(|error| ConnectError::Connector(error.into()))
+                }
+            };
+            if pending.is_pending()
+                && let Some(timer) = &mut self.timer
+                && timer.as_mut().poll(cx).is_ready()
+            {
+                return Poll::Ready(Err(ConnectError::TimedOut(self.timeout)));
+            }
+            return pending;
+        }
+    }
+}
+
+impl<M: Service<()>> Connect<M> {
+    fn has_expired(&self, now: Instant) -> bool {
+        self.timer.as_ref().is_some_and(|timer| now >= timer.deadline())
+    }
+}
+
+impl<F> Stage<F> {
+    fn after_reaping(not_before: Option<Instant>) -> Self {
+        match not_before {
+            Some(at) => Stage::Backoff(Box::pin(tokio::time::sleep_until(at))),
+            None => Stage::Readying,
+        }
+    }
+}
+
+// ===== impl Lost =====
+
+impl Lost {
+    fn incident(&self, after: Option<&dyn Connection>, overlap: bool) -> Incident {
+        let exit = self.closure.as_ref().and_then(|closure| closure.exit().cloned());
+        Incident {
+            method: self.method.clone(),
+            effect: self.effect,
+            error: self.error.clone(),
+            generation: self.generation,
+            in_flight: self.closure.as_ref().map_or(0, Closure::in_flight),
+            before: self.known.as_ref().and_then(|known| known.peer()),
+            after: after.and_then(|known| known.peer()),
+            process_restarted: after.is_some_and(|known| known.has_process()),
+            overlap: overlap || after.is_some_and(|known| known.overlapped()),
+            exit: exit.and_then(|exit| exit.status).map(|status| status.to_string()),
+            stderr: self.known.as_ref().map(|known| known.stderr()).unwrap_or_default(),
+        }
+    }
+}
+
+/// Lets the connection's own probe prove the recovery, unless a call's read is quicker. Holds nobody back.
+fn run_probe(generation: Arc<Generation>) {
+    let Some((method, probe)) = generation.known.as_ref().and_then(|known| known.probe()) else { return };
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        drop(runtime.spawn(async move {
+            if probe.await.is_ok() {
+                generation.note_probe(&method);
+            }
+        }));
+    }
+}
+
+// ===== impl Managed =====
+
+/// A service's shared state, seen by a [`ReconnectHandle`](super::ReconnectHandle).
+pub(super) trait Managed: Send + Sync {
+    fn generation(&self) -> Option<u64>;
+    fn begin_shutdown(&self);
+    fn in_flight(&self) -> usize;
+    fn ended(&self) -> &Notify;
+    fn take_connection(&self) -> Option<Arc<dyn Connection>>;
+    fn report_last(&self);
+}
+
+impl<M> Managed for Shared<M>
+where
+    M: Service<()> + Send,
+    M::Future: Send,
+    M::Response: Send,
+{
+    fn generation(&self) -> Option<u64> {
+        Some(self.current.load(Ordering::Acquire)).filter(|number| *number > 0)
+    }
+
+    fn begin_shutdown(&self) {
+        self.begin_shutdown();
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight()
+    }
+
+    fn ended(&self) -> &Notify {
+        &self.ended
+    }
+
+    fn take_connection(&self) -> Option<Arc<dyn Connection>> {
+        self.take_connection()
+    }
+
+    fn report_last(&self) {
+        self.report_last();
+    }
+}

@@ -1,0 +1,625 @@
+use std::{
+    borrow::Cow,
+    fmt,
+    future::Future,
+    mem,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use pin_project::pin_project;
+use tokio::time::{Instant, Sleep, sleep_until};
+use tower::Service;
+
+use super::{Handle, backoff::Waits, bound};
+use crate::{
+    Attempt, Call, CallError, Delivery, Effect, Rule, Scope,
+    call::{Trail, replica},
+    event::{CallReport, Event, Report},
+};
+
+/// Future of [`Retry`](super::Retry).
+#[pin_project]
+pub struct ResponseFuture<S, Req>
+where
+    S: Service<Req>,
+{
+    #[pin]
+    state: State<S, S::Future>,
+    kind: Kind<S, Req>,
+    /// The attempt's timeout and the wait between attempts, which are never needed together.
+    #[pin]
+    timer: Option<Sleep>,
+    /// Until when the current attempt is waited for.
+    until: Option<Instant>,
+    /// Whether `timer` runs for `until`.
+    armed: bool,
+    /// Whether the current attempt has been polled.
+    polled: bool,
+}
+
+#[pin_project(project = StateProj)]
+enum State<S, F> {
+    /// The call was handed over.
+    Attempt(#[pin] F),
+    /// The wait before another attempt.
+    Waiting,
+    /// Another attempt, as soon as this service is ready for it.
+    Readying(S),
+    /// The options are wrong.
+    Refused(Option<CallError>),
+    /// Nothing is left.
+    Done,
+}
+
+enum Kind<S, Req> {
+    /// Not repeated: a write, or a request that cannot be cloned.
+    Once { effect: Effect, report: Option<Report> },
+    /// May be repeated.
+    Read(Read<S, Req>),
+}
+
+struct Read<S, Req> {
+    handle: Arc<Handle<S>>,
+    /// What another attempt is made from.
+    kept: Req,
+    outermost: bool,
+    /// Made when the first attempt has failed.
+    progress: Option<Box<Progress<Req>>>,
+}
+
+struct Progress<Req> {
+    /// The attempts that have failed so far.
+    earlier: Vec<Attempt>,
+    notes: Vec<Cow<'static, str>>,
+    waits: Waits,
+    /// How often this layer has handed the call over.
+    made: u32,
+    /// At how many closures the call was in flight.
+    closures: u32,
+    /// Whether a closure before the first byte has had its hand-over.
+    handed_back: bool,
+    /// How long was waited before the current attempt.
+    waited: Duration,
+    next: Option<Req>,
+    /// Whether the trail is this layer's; else one further out reports the call.
+    owns_trail: bool,
+}
+
+// ===== impl ResponseFuture =====
+
+impl<S, Req> ResponseFuture<S, Req>
+where
+    S: Service<Req>,
+{
+    pub(super) fn refused(error: CallError) -> Self {
+        let kind = Kind::Once { effect: error.effect(), report: None };
+        Self::new(State::Refused(Some(error)), kind, None)
+    }
+
+    pub(super) fn once(future: S::Future, effect: Effect, report: Option<Report>) -> Self {
+        Self::new(State::Attempt(future), Kind::Once { effect, report }, None)
+    }
+
+    pub(super) fn read(
+        future: S::Future,
+        handle: Arc<Handle<S>>,
+        kept: Req,
+        until: Option<Instant>,
+        outermost: bool,
+    ) -> Self {
+        let read = Read { handle, kept, outermost, progress: None };
+        Self::new(State::Attempt(future), Kind::Read(read), until)
+    }
+
+    fn new(state: State<S, S::Future>, kind: Kind<S, Req>, until: Option<Instant>) -> Self {
+        Self { state, kind, timer: None, until, armed: false, polled: false }
+    }
+}
+
+impl<S, Req> Future for ResponseFuture<S, Req>
+where
+    S: Service<Req, Error = CallError> + Clone,
+    Req: Call,
+{
+    type Output = Result<S::Response, CallError>;
+
+    #[inline]
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        // What has run out during this poll, so that the inner future is polled for the last time.
+        let mut over = None;
+        loop {
+            let read = match this.kind {
+                Kind::Read(read) => read,
+                Kind::Once { effect, report } => return poll_once(this.state, *effect, report.as_ref(), cx),
+            };
+            let error = match this.state.as_mut().project() {
+                StateProj::Attempt(future) => {
+                    // The timer first, so that the poll after it is the one more.
+                    if *this.armed && over.is_none() && poll_timer(this.timer.as_mut(), cx).is_ready() {
+                        over = Some(Over::Attempt);
+                    }
+                    match (future.poll(cx), over.take()) {
+                        (Poll::Ready(Ok(response)), _) => {
+                            read.succeeded();
+                            return Poll::Ready(Ok(response));
+                        }
+                        (Poll::Ready(Err(error)), _) => error,
+                        (Poll::Pending, Some(Over::Deadline)) => {
+                            this.state.set(State::Done);
+                            let error = CallError::deadline(Delivery::Ambiguous);
+                            return Poll::Ready(Err(read.ended(error)));
+                        }
+                        (Poll::Pending, Some(Over::Attempt)) => {
+                            CallError::attempt_timeout(Delivery::Ambiguous)
+                        }
+                        (Poll::Pending, None) => {
+                            let first = !mem::replace(this.polled, true) && read.progress.is_none();
+                            if !first && read.is_past() {
+                                over = Some(Over::Deadline);
+                            } else if let Some(until) = this.until.filter(|_| !*this.armed) {
+                                *this.armed = true;
+                                set_timer(this.timer.as_mut(), until);
+                                if poll_timer(this.timer.as_mut(), cx).is_pending() {
+                                    return Poll::Pending;
+                                }
+                                over = Some(Over::Attempt);
+                            } else {
+                                return Poll::Pending;
+                            }
+                            continue;
+                        }
+                    }
+                }
+                StateProj::Waiting => {
+                    if poll_timer(this.timer.as_mut(), cx).is_ready() {
+                        this.state.set(State::Readying(read.handle.service()));
+                        continue;
+                    }
+                    if read.is_past() {
+                        this.state.set(State::Done);
+                        return Poll::Ready(Err(read.not_started()));
+                    }
+                    return Poll::Pending;
+                }
+                StateProj::Readying(service) => {
+                    let ready = service.poll_ready(cx);
+                    match ready {
+                        Poll::Ready(Err(error)) => {
+                            read.begins();
+                            CallError::not_ready(error)
+                        }
+                        _ if read.is_past() => {
+                            this.state.set(State::Done);
+                            return Poll::Ready(Err(read.not_started()));
+                        }
+                        Poll::Pending => return Poll::Pending,
+                        Poll::Ready(Ok(())) => {
+                            let mut request = read.begins().expect("made at the decision");
+                            let limit = read.handle.options.attempt_timeout;
+                            *this.until = limit.and_then(|limit| bound(request.context_mut(), limit));
+                            (*this.armed, *this.polled) = (false, false);
+                            let future = service.call(request);
+                            this.state.set(State::Attempt(future));
+                            continue;
+                        }
+                    }
+                }
+                StateProj::Refused(error) => {
+                    return Poll::Ready(Err(error.take().expect("polled after completion")));
+                }
+                StateProj::Done => panic!("polled after completion"),
+            };
+
+            match read.decide(error) {
+                Ok(None) => {
+                    let service = read.handle.service();
+                    this.state.set(State::Readying(service));
+                }
+                Ok(Some(until)) => {
+                    set_timer(this.timer.as_mut(), until);
+                    this.state.set(State::Waiting);
+                }
+                Err(error) => {
+                    this.state.set(State::Done);
+                    return Poll::Ready(Err(error));
+                }
+            }
+        }
+    }
+}
+
+/// What has run out.
+#[derive(Clone, Copy)]
+enum Over {
+    Attempt,
+    Deadline,
+}
+
+fn poll_once<S, F, Res>(
+    state: Pin<&mut State<S, F>>,
+    effect: Effect,
+    report: Option<&Report>,
+    cx: &mut Context<'_>,
+) -> Poll<Result<Res, CallError>>
+where
+    F: Future<Output = Result<Res, CallError>>,
+{
+    match state.project() {
+        StateProj::Attempt(future) => future.poll(cx).map_err(|error| {
+            let error = error.of_call("", effect).with_attempt(None);
+            if let Some(report) = report {
+                report.failed(&error);
+            }
+            error
+        }),
+        StateProj::Refused(error) => Poll::Ready(Err(error.take().expect("polled after completion"))),
+        StateProj::Waiting | StateProj::Readying(_) | StateProj::Done => panic!("polled after completion"),
+    }
+}
+
+fn set_timer(mut timer: Pin<&mut Option<Sleep>>, until: Instant) {
+    match timer.as_mut().as_pin_mut() {
+        Some(timer) => timer.reset(until),
+        None => timer.set(Some(sleep_until(until))),
+    }
+}
+
+fn poll_timer(timer: Pin<&mut Option<Sleep>>, cx: &mut Context<'_>) -> Poll<()> {
+    timer.as_pin_mut().map_or(Poll::Pending, |timer| timer.poll(cx))
+}
+
+// ===== impl Read =====
+
+impl<S, Req: Call> Read<S, Req> {
+    /// Whether the call's deadline has passed. Reads the clock only where there is a deadline.
+    fn is_past(&self) -> bool {
+        let deadline = self.kept.context().deadline();
+        deadline.instant().is_some() && deadline.is_past(Instant::now())
+    }
+
+    /// What follows from the end of an attempt: another one, now (`None`) or at that instant, or the error to
+    /// return.
+    fn decide(&mut self, error: CallError) -> Result<Option<Instant>, CallError> {
+        let mut error = self.stamp(error);
+        if error.rule(Effect::ReadOnly, false) == Rule::Return {
+            return Err(self.finish(error));
+        }
+        match self.another(&error) {
+            Ok((until, next)) => {
+                let progress = self.progress();
+                progress.notes.extend(error.notes().map(|note| Cow::Owned(note.to_owned())));
+                progress.earlier.append(error.attempts_mut());
+                progress.next = Some(next);
+                Ok(until)
+            }
+            Err(Some(note)) => Err(self.finish(error.note(note))),
+            Err(None) => Err(self.finish(error)),
+        }
+    }
+
+    /// When the next attempt is due and with what request, or why there is none where the error alone does
+    /// not say.
+    fn another(&mut self, error: &CallError) -> Result<(Option<Instant>, Req), Option<Cow<'static, str>>> {
+        self.progress();
+        let Self { handle, kept, progress: Some(progress), .. } = self else { return Err(None) };
+        let options = &handle.options;
+
+        let closed = error.closure().filter(|_| error.scope() == Scope::Connection);
+        let freed = match (closed, error.delivery()) {
+            (Some(closure), Delivery::Ambiguous) => {
+                progress.closures += 1;
+                if progress.closures > 1 {
+                    return Err(Some(match closure.in_flight() {
+                        0 | 1 => "given up after the second closure".into(),
+                        2 => "given up after the second closure; 1 other call was in flight at it".into(),
+                        n => format!(
+                            "given up after the second closure; {} other calls were in flight at it",
+                            n - 1
+                        )
+                        .into(),
+                    }));
+                }
+                closed
+            }
+            (Some(_), Delivery::NotSent) if !mem::replace(&mut progress.handed_back, true) => closed,
+            _ => None,
+        };
+        let budget = options.budget.as_ref();
+        let (granted, wait) = match freed {
+            Some(closure) => {
+                let granted = budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
+                (granted, Duration::ZERO)
+            }
+            None if progress.made >= options.attempts => return Err(None),
+            None => {
+                let Some(wait) = progress.waits.next() else {
+                    return Err(Some("no further attempt: the backoff schedule has ended".into()));
+                };
+                (budget.is_none_or(|budget| budget.withdraw()), wait)
+            }
+        };
+        if !granted {
+            return Err(Some("retry suppressed by the budget".into()));
+        }
+
+        let wait = error.retry_after().unwrap_or(wait);
+        let now = Instant::now();
+        let until = now.checked_add(wait).filter(|_| kept.context().deadline().allows(now, wait));
+        let Some(until) = until else {
+            return Err(Some("no time for another attempt before the deadline".into()));
+        };
+        if kept.context().trail.is_none() {
+            kept.context_mut().trail = Some(Arc::new(Trail::default()));
+            progress.owns_trail = true;
+        }
+        let Some(next) = replica(kept) else {
+            return Err(Some("no further attempt: the request could not be cloned again".into()));
+        };
+        progress.waited = wait;
+        Ok(((!wait.is_zero()).then_some(until), next))
+    }
+
+    /// Hands the call over once more.
+    fn begins(&mut self) -> Option<Req> {
+        let progress = self.progress();
+        progress.made += 1;
+        progress.next.take()
+    }
+
+    fn progress(&mut self) -> &mut Progress<Req> {
+        self.progress.get_or_insert_with(|| {
+            Box::new(Progress {
+                earlier: Vec::new(),
+                notes: Vec::new(),
+                waits: self.handle.options.schedule.start(),
+                made: 1,
+                closures: 0,
+                handed_back: false,
+                waited: Duration::ZERO,
+                next: None,
+                owns_trail: false,
+            })
+        })
+    }
+
+    /// Names the call and enters the attempt.
+    fn stamp(&self, error: CallError) -> CallError {
+        let mut error = error.of_call(self.kept.method(), Effect::ReadOnly).with_attempt(None);
+        if let (Some(progress), Some(first)) = (&self.progress, error.attempts_mut().first_mut()) {
+            first.waited += progress.waited;
+        }
+        error
+    }
+
+    /// The error of an attempt that ended with the call.
+    fn ended(&mut self, error: CallError) -> CallError {
+        let error = self.stamp(error);
+        self.finish(error)
+    }
+
+    /// The deadline passed before another attempt was handed over: what is known are the earlier ones.
+    fn not_started(&mut self) -> CallError {
+        let error = CallError::deadline(Delivery::NotSent).of_call(self.kept.method(), Effect::ReadOnly);
+        self.finish(error)
+    }
+
+    /// Puts the earlier attempts in front of the last one's, and reports the failure where that is due.
+    fn finish(&mut self, mut error: CallError) -> CallError {
+        if let Some(progress) = &mut self.progress {
+            error = error.after_attempts(mem::take(&mut progress.earlier));
+            for note in mem::take(&mut progress.notes) {
+                error = error.note(note);
+            }
+        }
+        if self.outermost {
+            Report::of(self.kept.context()).failed(&error);
+        }
+        error
+    }
+
+    /// Pays the budget back, and reports a success that took more than one attempt.
+    fn succeeded(&mut self) {
+        if let Some(budget) = &self.handle.options.budget {
+            budget.deposit();
+        }
+        let Some(progress) = self.progress.take() else { return };
+        let Progress { mut earlier, notes, waited, owns_trail, .. } = *progress;
+        let context = self.kept.context();
+        let mut own = context.trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
+        if owns_trail {
+            own.push(context.trail.as_ref().map_or_else(|| Attempt::answered(None), |trail| trail.answer()));
+        }
+        if let Some(first) = own.first_mut() {
+            first.waited += waited;
+        }
+        earlier.append(&mut own);
+        if !owns_trail {
+            if let Some(trail) = &context.trail {
+                trail.extend(earlier);
+            }
+            return;
+        }
+        let events = if context.events.is_set() { &context.events } else { &self.handle.options.events };
+        events.emit(Event::Call(&CallReport {
+            call: context.id(),
+            method: self.kept.method().to_owned(),
+            effect: Effect::ReadOnly,
+            basis: context.basis(),
+            attempts: earlier,
+            outcome: None,
+            notes: notes.into_iter().map(Cow::into_owned).collect(),
+        }));
+    }
+}
+
+impl<S, Req> fmt::Debug for ResponseFuture<S, Req>
+where
+    S: Service<Req>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = match self.state {
+            State::Attempt(_) => "Attempt",
+            State::Waiting => "Waiting",
+            State::Readying(_) => "Readying",
+            State::Refused(_) => "Refused",
+            State::Done => "Done",
+        };
+        f.debug_struct("ResponseFuture").field("state", &state).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
+    use tower::{Layer, ServiceExt, service_fn};
+
+    use super::*;
+    use crate::{Closure, Outcome, RetryReadOnly, Tagged, retry::budget::Budget};
+
+    type Script = fn(u32, &Closure) -> Result<u32, CallError>;
+
+    /// Calls `script` with the number of the call among all, and a closure that took down a thousand calls.
+    fn scripted(
+        script: Script,
+    ) -> (impl Service<Tagged<u8>, Response = u32, Error = CallError> + Clone, Arc<AtomicU32>) {
+        let (calls, closure) =
+            (Arc::new(AtomicU32::new(0)), Closure::of_process("exited", 1_000, false, None));
+        let counter = Arc::clone(&calls);
+        let service = service_fn(move |_: Tagged<u8>| {
+            std::future::ready(script(counter.fetch_add(1, Relaxed), &closure))
+        });
+        (service, calls)
+    }
+
+    fn read() -> Tagged<u8> {
+        Tagged::new(0, Effect::ReadOnly)
+    }
+
+    fn closed(closure: &Closure, delivery: Delivery) -> CallError {
+        CallError::of_closure(closure.clone(), delivery)
+    }
+
+    #[derive(Default)]
+    struct Charges(AtomicU32, bool);
+
+    impl Budget for Charges {
+        fn deposit(&self) {}
+
+        fn withdraw(&self) -> bool {
+            self.0.fetch_add(1, Relaxed);
+            !self.1
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
+        let calls = Arc::new(AtomicU32::new(0));
+        let closure = Closure::of_process("exited", 1_000, false, None);
+        let (counter, all) = (Arc::clone(&calls), Arc::new(tokio::sync::Barrier::new(1_000)));
+        let inner = service_fn(move |_: Tagged<u8>| {
+            let (nth, all, closure) = (counter.fetch_add(1, Relaxed), Arc::clone(&all), closure.clone());
+            async move {
+                if nth >= 1_000 {
+                    return Ok(nth);
+                }
+                all.wait().await;
+                Err(closed(&closure, Delivery::Ambiguous))
+            }
+        });
+        let budget = Arc::new(Charges::default());
+        let service = RetryReadOnly.budget(budget.clone()).layer(inner);
+        let reads: Vec<_> = (0..1_000).map(|_| tokio::spawn(service.clone().oneshot(read()))).collect();
+        for read in reads {
+            assert!(read.await.unwrap().unwrap() >= 1_000);
+        }
+        assert_eq!((budget.0.load(Relaxed), calls.load(Relaxed)), (1, 2_000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_budget_that_refuses_a_closure_refuses_it_for_all() {
+        let (inner, calls) = scripted(|_, closure| Err(closed(closure, Delivery::Ambiguous)));
+        let budget = Arc::new(Charges(AtomicU32::new(0), true));
+        let service = RetryReadOnly.budget(budget.clone()).layer(inner);
+        for _ in 0..8 {
+            let error = service.clone().oneshot(read()).await.unwrap_err();
+            assert_eq!(error.notes().collect::<Vec<_>>(), ["retry suppressed by the budget"]);
+        }
+        assert_eq!((budget.0.load(Relaxed), calls.load(Relaxed)), (1, 8));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_second_closure_is_named_with_the_others_that_were_in_flight() {
+        let (inner, calls) = scripted(|_, closure| Err(closed(closure, Delivery::Ambiguous)));
+        let error = RetryReadOnly.attempts(9).layer(inner).oneshot(read()).await.unwrap_err();
+        assert_eq!((calls.load(Relaxed), error.outcome()), (2, Outcome::NoAnswer));
+        assert_eq!(
+            error.notes().collect::<Vec<_>>(),
+            ["given up after the second closure; 999 other calls were in flight at it"]
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_closure_before_the_first_byte_is_not_one_that_the_read_was_in_flight_at() {
+        let (inner, _) = scripted(|nth, closure| match nth {
+            0 => Err(closed(closure, Delivery::NotSent)),
+            1 => Err(closed(closure, Delivery::Ambiguous)),
+            nth => Ok(nth),
+        });
+        // Both are replayed at once, though `attempts` allows no second attempt.
+        let mut call = task::spawn(RetryReadOnly.attempts(1).layer(inner).oneshot(read()));
+        assert_eq!(assert_ready_ok!(call.poll()), 2);
+
+        // A connection that is never there is an ordinary failure from the second time on.
+        let (inner, calls) = scripted(|_, closure| Err(closed(closure, Delivery::NotSent)));
+        let mut call = task::spawn(RetryReadOnly.layer(inner).oneshot(read()));
+        assert_pending!(call.poll());
+        assert_eq!(calls.load(Relaxed), 2);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(assert_ready_err!(call.poll()).outcome(), Outcome::NotDone);
+        assert_eq!(calls.load(Relaxed), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_replay_starts_at_the_deadline_even_after_a_closure() {
+        let (inner, calls) = scripted(|_, closure| Err(closed(closure, Delivery::Ambiguous)));
+        let call = read().deadline(crate::Deadline::At(Instant::now()));
+        let error = RetryReadOnly.layer(inner).oneshot(call).await.unwrap_err();
+        assert_eq!((calls.load(Relaxed), error.outcome()), (1, Outcome::NoAnswer));
+        assert_eq!(error.notes().collect::<Vec<_>>(), ["no time for another attempt before the deadline"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_layers_below_did_is_in_the_report_of_a_success() {
+        let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let sink = Arc::clone(&seen);
+        let calls = AtomicU32::new(0);
+        let calls = Arc::new(calls);
+        let inner = service_fn(move |call: Tagged<u8>| {
+            std::future::ready(match calls.fetch_add(1, Relaxed) {
+                0 => Err(CallError::ambiguous("reset")),
+                _ => {
+                    // As a reconnect that handed the call over twice.
+                    let trail = call.context().trail.as_ref().unwrap();
+                    trail.extend([Attempt::of(&CallError::not_sent("x").connection_lost(), Some(4))]);
+                    Ok(1)
+                }
+            })
+        });
+        let service = RetryReadOnly.on_event(move |event| {
+            if let Event::Call(report) = event {
+                sink.lock().unwrap().extend(report.attempts.iter().map(|at| (at.delivery, at.generation)));
+            }
+        });
+        service.layer(inner).oneshot(read()).await.unwrap();
+        assert_eq!(
+            *seen.lock().unwrap(),
+            [(Delivery::Ambiguous, None), (Delivery::NotSent, Some(4)), (Delivery::Answered, None)]
+        );
+    }
+}

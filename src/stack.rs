@@ -1,0 +1,459 @@
+//! The four layers in their order, as one service.
+
+use std::{
+    fmt,
+    future::{Future, poll_fn},
+    marker::PhantomData,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use pin_project::{pin_project, pinned_drop};
+use tokio::{sync::Notify, time::Instant};
+use tower::{Layer, Service};
+
+use crate::{
+    Basis, BoxError, Call, CallError, DeadlineLayer, DeadlineService, Effect, InDoubt, Reconnect,
+    ReconnectHandle, ReconnectLayer, Refusal, Retry, RetryReadOnly, RetryReadOnlyLayer, Verdict, WriteSafety,
+    WriteSafetyLayer,
+    call::effect_of,
+    census::{Census, Seat, drain},
+    connection::{Classifier, classifier_of, validate},
+    event::{Event, Events},
+};
+
+type Layers<M, Req, Res> = DeadlineService<WriteSafety<Retry<Reconnect<M>>, Req, Res>>;
+
+/// Deadline, write safety, retries of reads and reconnecting around a connector, in the one order in which
+/// they work together.
+///
+/// A [`Service`] of calls, and [`send`](Stack::send) by reference. Clones share connection, budget and
+/// everything else; give each thread or task that calls a lot a clone of its own.
+///
+/// ```
+/// use std::time::Duration;
+/// use goaround::{CallError, Effect, RetryReadOnly, Stack, Tagged};
+/// use tower::service_fn;
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), goaround::BoxError> {
+/// // A connector makes connections; a connection answers calls.
+/// let connector = service_fn(|()| async {
+///     Ok::<_, CallError>(service_fn(|call: Tagged<u32>| async move { Ok::<_, CallError>(*call + 1) }))
+/// });
+/// let stack = Stack::builder(connector)
+///     .deadline(Duration::from_secs(30))
+///     .retry(RetryReadOnly.attempts(4))
+///     .build()?;
+/// assert_eq!(stack.send(Tagged::new(1, Effect::ReadOnly)).await?, 2);
+/// assert_eq!(stack.generation(), Some(1));
+/// assert_eq!(stack.shutdown(Duration::from_secs(5)).await, 0);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Stack<M: Service<()>, Req, Res> {
+    /// Behind a lock for `send` alone; held while a call is handed over, never while it is waited for.
+    layers: Mutex<Layers<M, Req, Res>>,
+    seat: Arc<StackSeat>,
+}
+
+struct StackSeat {
+    shared: Arc<Shared>,
+    held: AtomicBool,
+}
+
+struct Shared {
+    closing: AtomicBool,
+    ended: Notify,
+    census: Mutex<Census<StackSeat>>,
+    reconnect: ReconnectHandle,
+}
+
+impl<M, Req, Res> Stack<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    /// Starts to build a stack around that connector.
+    pub fn builder(connector: M) -> StackBuilder<M, Req, Res> {
+        StackBuilder {
+            connector,
+            deadline: DeadlineLayer::new(Duration::from_secs(60)),
+            writes: None,
+            retry: RetryReadOnly.into(),
+            reconnect: ReconnectLayer::once(),
+            classify: None,
+            events: Events::default(),
+            wrong: None,
+            of: PhantomData,
+        }
+    }
+
+    /// Sends a call and waits for its answer.
+    ///
+    /// # Errors
+    ///
+    /// Everything that can go wrong; see [`CallError`].
+    pub fn send(&self, request: Req) -> impl Future<Output = Result<Res, CallError>> + Send + '_ {
+        let mut request = Some(request);
+        async move {
+            let handed_over = poll_fn(|cx| {
+                let mut layers = self.layers.lock().unwrap_or_else(PoisonError::into_inner);
+                ready!(layers.poll_ready(cx))?;
+                let Some(request) = request.take() else { return Poll::Pending };
+                Poll::Ready(Ok::<_, CallError>(hand_over(&mut layers, &self.seat, request)))
+            });
+            handed_over.await?.await
+        }
+    }
+
+    /// Shuts down: new calls are refused as not sent ([`Refusal::Shutdown`]), calls in flight, with what they
+    /// need to settle a doubt, may finish within `grace`; then the connection closes and its process is
+    /// reaped.
+    ///
+    /// Returns how many calls were still in flight when the grace was over. Over a connection of this crate
+    /// they end at once, and writes among them are reported; a foreign connection closes when the last clone
+    /// of the stack and the last of its calls are dropped.
+    pub async fn shutdown(&self, grace: Duration) -> usize {
+        let shared = &self.seat.shared;
+        shared.closing.store(true, Ordering::Release);
+        let end = Instant::now().checked_add(grace);
+        let cut_off = drain(|| shared.census().in_flight(), &shared.ended, end).await;
+        shared.reconnect.shutdown(Duration::ZERO).await;
+        cut_off
+    }
+}
+
+impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
+    fn new(layers: Layers<M, Req, Res>, shared: Arc<Shared>) -> Self {
+        let seat = Arc::new(StackSeat { shared: Arc::clone(&shared), held: AtomicBool::new(true) });
+        shared.census().enter(&seat);
+        Self { layers: Mutex::new(layers), seat }
+    }
+
+    /// The number of the connection in use; `None` where there is none. A number that has changed tells that
+    /// state which the server kept for the connection may be gone.
+    pub fn generation(&self) -> Option<u64> {
+        self.seat.shared.reconnect.generation()
+    }
+
+    /// How many calls are in flight.
+    pub fn in_flight(&self) -> usize {
+        self.seat.shared.census().in_flight()
+    }
+}
+
+/// Gives a call to the layers, which are ready, and counts it.
+fn hand_over<M, Req, Res>(
+    layers: &mut Layers<M, Req, Res>,
+    seat: &Arc<StackSeat>,
+    request: Req,
+) -> ResponseFuture<<Layers<M, Req, Res> as Service<Req>>::Future>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
+    let seat = Arc::clone(seat);
+    let kind = if seat.shared.closing.load(Ordering::Acquire) {
+        let refused = CallError::refused(Refusal::Shutdown);
+        Kind::Refused(Some(refused.of_call(request.method(), effect_of(&request)).with_attempt(None)))
+    } else {
+        Kind::Call { future: layers.call(request), seat }
+    };
+    ResponseFuture { kind }
+}
+
+impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    type Response = Res;
+    type Error = CallError;
+    type Future = ResponseFuture<<Layers<M, Req, Res> as Service<Req>>::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        self.layers.get_mut().unwrap_or_else(PoisonError::into_inner).poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        let layers = self.layers.get_mut().unwrap_or_else(PoisonError::into_inner);
+        hand_over(layers, &self.seat, request)
+    }
+}
+
+impl<M: Service<()>, Req, Res> Clone for Stack<M, Req, Res> {
+    fn clone(&self) -> Self {
+        let layers = self.layers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Self::new(layers, Arc::clone(&self.seat.shared))
+    }
+}
+
+impl<M: Service<()>, Req, Res> Drop for Stack<M, Req, Res> {
+    fn drop(&mut self) {
+        self.seat.held.store(false, Ordering::Release);
+    }
+}
+
+impl<M: Service<()>, Req, Res> fmt::Debug for Stack<M, Req, Res> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stack").field("generation", &self.generation()).finish_non_exhaustive()
+    }
+}
+
+impl Seat for StackSeat {
+    fn held(&self) -> &AtomicBool {
+        &self.held
+    }
+}
+
+impl Shared {
+    fn census(&self) -> MutexGuard<'_, Census<StackSeat>> {
+        self.census.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// ===== impl ResponseFuture =====
+
+/// The future of a [`Stack`]'s call.
+#[pin_project(PinnedDrop)]
+pub struct ResponseFuture<F> {
+    #[pin]
+    kind: Kind<F>,
+}
+
+#[pin_project(project = KindProj)]
+enum Kind<F> {
+    Call {
+        #[pin]
+        future: F,
+        seat: Arc<StackSeat>,
+    },
+    Refused(Option<CallError>),
+    Done,
+}
+
+impl<F> ResponseFuture<F> {
+    /// The call has ended: a shutdown that waits for that looks again.
+    fn leave(self: Pin<&mut Self>) {
+        let mut this = self.project();
+        let closing = match &*this.kind {
+            Kind::Call { seat, .. } if seat.shared.closing.load(Ordering::Acquire) => {
+                Some(Arc::clone(&seat.shared))
+            }
+            _ => None,
+        };
+        // The seat goes before the word does.
+        this.kind.set(Kind::Done);
+        if let Some(shared) = closing {
+            shared.ended.notify_waiters();
+        }
+    }
+}
+
+impl<F, Res> Future for ResponseFuture<F>
+where
+    F: Future<Output = Result<Res, CallError>>,
+{
+    type Output = Result<Res, CallError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let result = match self.as_mut().project().kind.project() {
+            KindProj::Call { future, .. } => ready!(future.poll(cx)),
+            KindProj::Refused(error) => match error.take() {
+                Some(error) => Err(error),
+                None => return Poll::Pending,
+            },
+            KindProj::Done => return Poll::Pending,
+        };
+        self.leave();
+        Poll::Ready(result)
+    }
+}
+
+#[pinned_drop]
+impl<F> PinnedDrop for ResponseFuture<F> {
+    fn drop(self: Pin<&mut Self>) {
+        self.leave();
+    }
+}
+
+impl<F> fmt::Debug for ResponseFuture<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("stack::ResponseFuture { .. }")
+    }
+}
+
+// ===== impl StackBuilder =====
+
+/// Builds a [`Stack`]. Made by [`Stack::builder`].
+pub struct StackBuilder<M, Req, Res> {
+    connector: M,
+    deadline: DeadlineLayer,
+    writes: Option<WriteSafetyLayer<Req, Res>>,
+    retry: RetryReadOnlyLayer,
+    reconnect: ReconnectLayer,
+    classify: Option<Classifier<Req>>,
+    events: Events,
+    wrong: Option<&'static str>,
+    of: PhantomData<fn(Req) -> Res>,
+}
+
+/// What is wrong with a stack's configuration.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("wrong configuration: {0}")]
+pub struct ConfigError(String);
+
+impl<M, Req, Res> StackBuilder<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    /// How long a call may take over all of its attempts, where it does not say itself; 60 s by default.
+    #[must_use]
+    pub fn deadline(mut self, limit: Duration) -> Self {
+        if limit.is_zero() {
+            self.wrong = self.wrong.or(Some("deadline must not be zero"));
+        }
+        self.deadline = DeadlineLayer::new(limit);
+        self
+    }
+
+    /// Gives no deadline to calls that have none of their own.
+    #[must_use]
+    pub fn without_deadline(mut self) -> Self {
+        self.deadline = DeadlineLayer::never();
+        self
+    }
+
+    /// Says what effect a call has; `None` keeps the request's own, or what the connector's rules say. It
+    /// holds for probes too.
+    #[must_use]
+    pub fn classify(mut self, classify: impl Fn(&Req) -> Option<Effect> + Send + Sync + 'static) -> Self {
+        self.classify =
+            Some(Arc::new(move |request| classify(request).map(|effect| (effect, Basis::Caller))));
+        self
+    }
+
+    /// Settles writes in doubt by that check: short for [`writes`](Self::writes) with
+    /// [`WriteSafetyLayer::new`]. Without either, every write in doubt is unknown and none is replayed.
+    #[must_use]
+    pub fn check<F, Fut>(self, check: F) -> Self
+    where
+        F: Fn(InDoubt<Req, Res>) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Verdict<Res>, BoxError>> + Send + 'static,
+    {
+        self.writes(WriteSafetyLayer::new(check))
+    }
+
+    /// How writes are kept safe; [`WriteSafetyLayer::refuse`] by default.
+    #[must_use]
+    pub fn writes(mut self, writes: WriteSafetyLayer<Req, Res>) -> Self {
+        if self.writes.replace(writes).is_some() {
+            self.wrong = self.wrong.or(Some("writes(..) and check(..) were given more than once"));
+        }
+        self
+    }
+
+    /// How reads are retried; [`RetryReadOnly`] by default.
+    #[must_use]
+    pub fn retry(mut self, retry: impl Into<RetryReadOnlyLayer>) -> Self {
+        self.retry = retry.into();
+        self
+    }
+
+    /// How the stack reconnects; [`ReconnectLayer::once`] by default.
+    #[must_use]
+    pub fn reconnect(mut self, reconnect: ReconnectLayer) -> Self {
+        self.reconnect = reconnect;
+        self
+    }
+
+    /// Where the events of all layers go. Called on the task that the event happens on: be brief.
+    #[must_use]
+    pub fn on_event(mut self, sink: impl Fn(Event<'_>) + Send + Sync + 'static) -> Self {
+        self.events = Events::to(sink);
+        self
+    }
+
+    /// Builds the stack. Nothing is connected before the first call.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the configuration, by name: a zero deadline or attempt count, a command that does
+    /// not exist, and the like.
+    pub fn build(self) -> Result<Stack<M, Req, Res>, ConfigError> {
+        let Self { connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
+        let writes = writes.unwrap_or_else(WriteSafetyLayer::refuse);
+        let checks = [wrong.map_or(Ok(()), Err), writes.check(), retry.check(), reconnect.check()];
+        for check in checks {
+            check.map_err(|what| ConfigError(what.to_owned()))?;
+        }
+        validate(&connector).map_err(ConfigError)?;
+
+        let writes = match (classify, classifier_of::<M, Req>(&connector)) {
+            (Some(own), Some(rules)) => {
+                writes.classify_by(Arc::new(move |request| own(request).or_else(|| rules(request))))
+            }
+            (Some(classify), None) | (None, Some(classify)) => writes.classify_by(classify),
+            (None, None) => writes,
+        };
+        // The same sink everywhere: each event is emitted by one layer only.
+        let (deadline, writes, retry, reconnect) = match events.is_set() {
+            true => (
+                deadline.with_events(events.clone()),
+                writes.with_events(events.clone()),
+                retry.with_events(events.clone()),
+                reconnect.with_events(events),
+            ),
+            false => (deadline, writes, retry, reconnect),
+        };
+        let reconnecting = reconnect.layer(connector);
+        let shared = Arc::new(Shared {
+            closing: AtomicBool::new(false),
+            ended: Notify::new(),
+            census: Mutex::new(Census::new()),
+            // Not the layer's own: that one knows of other services too, if the layer makes any.
+            reconnect: ReconnectHandle::of(&reconnecting),
+        });
+        let layers = deadline.layer(writes.layer(retry.layer(reconnecting)));
+        Ok(Stack::new(layers, shared))
+    }
+}
+
+impl<M, Req, Res> fmt::Debug for StackBuilder<M, Req, Res> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StackBuilder")
+            .field("deadline", &self.deadline)
+            .field("writes", &self.writes)
+            .field("retry", &self.retry)
+            .field("reconnect", &self.reconnect)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,368 @@
+//! Servers that run as child processes and speak JSON-RPC over their standard input and output.
+//!
+//! [`child`] is the connector: a `Service<()>` whose response is a [`jsonrpc::Client`], which
+//! [`ReconnectLayer`](crate::ReconnectLayer) and [`Stack`](crate::Stack) take. It starts the command, and
+//! starts it again for each new connection. [`mcp::stdio`](crate::mcp::stdio) is the same for MCP servers.
+//!
+//! # How a child ends
+//!
+//! On Unix each child leads a process group of its own, and the whole group ends with it. When the child
+//! exits, when it closes its standard output, when the connection is closed or nobody holds it any more, then
+//! its standard input is closed, and what is left of the group after a short grace gets SIGTERM and, after
+//! another, SIGKILL ([`Child::shutdown_grace`]). A group that is gone costs no waiting. When a runtime shuts
+//! down, the groups of its children are killed at once. When this process itself is killed, its children see
+//! their standard input end and nothing more; nor does a terminal's Ctrl-C reach them.
+//!
+//! The next child starts only when the last one's group is gone, because two live servers on the same files
+//! lose writes. If it cannot be ended within the bounds, the next one starts all the same and the overlap is
+//! reported. So one connector has one child at a time: where several are wanted, use several connectors. To
+//! connect while the last connection is still in use waits those bounds in vain.
+//!
+//! A process that leaves the group (`setsid`, a daemon) is not seen any more, and not ended.
+//!
+//! Elsewhere than on Unix the child alone is ended and reaped, and its exit is never a fence.
+
+mod group;
+mod lookup;
+mod process;
+mod tail;
+
+use std::{
+    fmt, io,
+    process::Stdio,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::process::Command;
+use tower::Service;
+
+use crate::{
+    BoxError,
+    connection::BoxFuture,
+    jsonrpc::{self, Builder, Handler, Process, Request},
+};
+use process::{End, Grace};
+
+/// A connector that starts `command` for each connection.
+///
+/// Its standard streams become pipes and, on Unix, it gets a process group of its own; what the command says
+/// of these is overwritten. Arguments, environment and directory are the command's.
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), goaround::BoxError> {
+/// use goaround::{jsonrpc::Request, stdio};
+/// use tower::Service;
+///
+/// let mut connector = stdio::child(tokio::process::Command::new("doctool"));
+/// let client = connector.call(()).await?;
+/// let answer = client.request(Request::new("doc/list", ())?).await?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn child(command: Command) -> Child {
+    Child::new(command)
+}
+
+/// Why a child process could not be started. It names the program, never its arguments or environment.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start {program:?}: {error}")]
+pub struct SpawnError {
+    program: String,
+    error: io::Error,
+}
+
+impl SpawnError {
+    /// The program.
+    pub fn program(&self) -> &str {
+        &self.program
+    }
+
+    /// What the operating system says.
+    pub fn kind(&self) -> io::ErrorKind {
+        self.error.kind()
+    }
+
+    fn of(command: &Command, error: io::Error) -> Self {
+        let program = command.as_std().get_program().to_string_lossy().into_owned();
+        Self { program, error }
+    }
+}
+
+/// The stack around a child process.
+pub type Client = crate::Stack<Child, Request, jsonrpc::Response>;
+
+type Configure = Arc<dyn Fn(Builder) -> Builder + Send + Sync>;
+
+/// What is run on each new connection before any call.
+pub(crate) type Handshake = Arc<dyn Fn(jsonrpc::Client) -> BoxFuture<Result<(), BoxError>> + Send + Sync>;
+
+/// The connector for child processes. [`child`] makes one.
+///
+/// As a `Service<()>` it is always ready, and each call starts a child, connects to it and runs the
+/// handshake. To drop such a call's future ends the child. Its error is a [`SpawnError`] or the handshake's.
+pub struct Child {
+    // Shared with the connects under way, for which it has to be mutable.
+    command: Arc<Mutex<Command>>,
+    /// The child that was started last; held by whoever waits for its end, so that one child starts at a time.
+    last: Arc<tokio::sync::Mutex<Option<End>>>,
+    exit_ends_effects: bool,
+    grace: Grace,
+    stderr_lines: usize,
+    configure: Vec<Configure>,
+    handshake: Option<Handshake>,
+}
+
+impl Child {
+    fn new(mut command: Command) -> Self {
+        prepare(&mut command);
+        Self {
+            command: Arc::new(Mutex::new(command)),
+            last: Arc::default(),
+            exit_ends_effects: false,
+            grace: Grace { stdin_close: Duration::from_millis(500), term: Duration::from_millis(500) },
+            stderr_lines: 20,
+            configure: Vec::new(),
+            handshake: None,
+        }
+    }
+
+    /// Declares that the process tree makes its effects itself and locally: once the process group is gone, no
+    /// write that was given to it can still land. Only with this is the child's end a
+    /// [`Fence`](crate::write_safety::Fence).
+    ///
+    /// It is not so for `docker run`, `ssh`, bridges to HTTP servers and clients of remote APIs: what they
+    /// handed on goes on without them. Nor is it for servers that leave work to a process outside their group.
+    /// Ignored elsewhere than on Unix.
+    #[must_use]
+    pub fn exit_ends_effects(mut self) -> Self {
+        self.exit_ends_effects = cfg!(unix);
+        self
+    }
+
+    /// What to do on each new connection before any call: log in, agree on a version. If it fails, or the
+    /// connect is given up while it runs, the child is ended.
+    ///
+    /// It has no time limit of its own; the connect timeout of the
+    /// [`ReconnectLayer`](crate::ReconnectLayer) covers it.
+    #[must_use]
+    pub fn handshake<F, Fut>(mut self, handshake: F) -> Self
+    where
+        F: Fn(jsonrpc::Client) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), BoxError>> + Send + 'static,
+    {
+        self.handshake = Some(Arc::new(move |client| Box::pin(handshake(client))));
+        self
+    }
+
+    /// How long a child may take to end by itself: `stdin_close` after its standard input was closed, then
+    /// `term` after SIGTERM; then it is killed. By default 500 ms each. A group that a kill does not end
+    /// within one second more is left alone.
+    #[must_use]
+    pub fn shutdown_grace(mut self, stdin_close: Duration, term: Duration) -> Self {
+        self.grace = Grace { stdin_close, term };
+        self
+    }
+
+    /// How many of the last lines of the child's standard error are kept for reports: by default 20, at most
+    /// 128, and 512 bytes of each. It is read to its end in any case.
+    #[must_use]
+    pub fn stderr_lines(mut self, lines: usize) -> Self {
+        self.stderr_lines = lines;
+        self
+    }
+
+    /// A read-only request that shows whether a silent server is still there, and how long its answer may take.
+    /// See [`Builder::probe`].
+    #[must_use]
+    pub fn probe(self, request: Request, timeout: Duration) -> Self {
+        self.configure(move |builder| builder.probe(request.clone(), timeout))
+    }
+
+    /// Who answers the server's own requests and gets its notifications, on every connection. Without one,
+    /// requests are answered with "method not found".
+    #[must_use]
+    pub fn handler(self, handler: impl Handler) -> Self {
+        let handler = Arc::new(handler);
+        self.configure(move |builder| builder.handler(handler.clone()))
+    }
+
+    /// The size limit of one message from the server, in bytes. See [`Builder::max_line`].
+    #[must_use]
+    pub fn max_line(self, bytes: usize) -> Self {
+        self.configure(move |builder| builder.max_line(bytes))
+    }
+
+    /// How many calls may be in flight at once. See [`Builder::max_in_flight`].
+    #[must_use]
+    pub fn max_in_flight(self, calls: usize) -> Self {
+        self.configure(move |builder| builder.max_in_flight(calls))
+    }
+
+    fn configure(mut self, configure: impl Fn(Builder) -> Builder + Send + Sync + 'static) -> Self {
+        self.configure.push(Arc::new(configure));
+        self
+    }
+
+    /// Whether the options make sense, and the program is there, as far as that can be seen without starting
+    /// it.
+    pub(crate) fn validate(&self) -> Result<(), BoxError> {
+        if let Some(wrong) = self.builder().wrong() {
+            return Err(wrong.into());
+        }
+        let command = lock(&self.command);
+        Ok(lookup::find(&command).map_err(|error| SpawnError::of(&command, error))?)
+    }
+
+    fn builder(&self) -> Builder {
+        let builder = jsonrpc::Client::builder();
+        // Elsewhere tokio buffers what is written to a child.
+        #[cfg(unix)]
+        let builder = builder.exact_writes();
+        self.configure.iter().fold(builder, |builder, next| next(builder))
+    }
+
+    /// Connects, with that handshake in place of the caller's.
+    pub(crate) fn connect(
+        &self,
+        handshake: Option<Handshake>,
+    ) -> BoxFuture<Result<jsonrpc::Client, BoxError>> {
+        let command = self.command.clone();
+        let last = self.last.clone();
+        let (grace, stderr_lines, ends_effects) = (self.grace, self.stderr_lines, self.exit_ends_effects);
+        let builder = self.builder();
+        Box::pin(async move {
+            let client = {
+                let mut last = last.lock().await;
+                let overlapped = match last.as_mut() {
+                    Some(last) => !last.gone().await,
+                    None => false,
+                };
+                let started = {
+                    let mut command = lock(&command);
+                    process::spawn(&mut command, grace, stderr_lines)
+                        .map_err(|error| SpawnError::of(&command, error))?
+                };
+                let process = Process {
+                    exited: started.exited,
+                    exit: started.end.exit.clone(),
+                    ends_effects,
+                    stderr: Arc::new(move || started.stderr.lines()),
+                    overlapped,
+                };
+                *last = Some(started.end);
+                builder.process(process).connect(started.pipes)
+            };
+            let mut unfinished = Unfinished(Some(client.clone()));
+            if let Some(handshake) = handshake {
+                handshake(client.clone()).await?;
+            }
+            unfinished.0 = None;
+            Ok(client)
+        })
+    }
+}
+
+fn prepare(command: &mut Command) {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    #[cfg(unix)]
+    command.process_group(0);
+}
+
+/// Closes a connection whose handshake did not come to its end, whoever holds clones of it.
+struct Unfinished(Option<jsonrpc::Client>);
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(client) = &self.0 {
+            client.close();
+        }
+    }
+}
+
+fn lock(command: &Mutex<Command>) -> MutexGuard<'_, Command> {
+    command.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Service<()> for Child {
+    type Response = jsonrpc::Client;
+    type Error = BoxError;
+    type Future = BoxFuture<Result<jsonrpc::Client, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, (): ()) -> Self::Future {
+        self.connect(self.handshake.clone())
+    }
+}
+
+impl fmt::Debug for Child {
+    // The command's arguments and environment may hold secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Child")
+            .field("program", &lock(&self.command).as_std().get_program())
+            .field("exit_ends_effects", &self.exit_ends_effects)
+            .field("grace", &self.grace)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[cfg(unix)]
+    use crate::connection::Connection;
+
+    fn is_send_and_sync<T: Send + Sync + 'static>(_: &T) {}
+
+    #[test]
+    fn an_unknown_command_is_seen_before_it_is_started() {
+        let known = child(Command::new(std::env::current_exe().unwrap()));
+        is_send_and_sync(&known);
+        known.validate().unwrap();
+        if cfg!(unix) {
+            let mut command = Command::new("goaround-no-such-program");
+            command.arg("secret");
+            let error = child(command).validate().unwrap_err();
+            let error = error.downcast_ref::<SpawnError>().unwrap();
+            assert_eq!(error.program(), "goaround-no-such-program");
+            assert!(!error.to_string().contains("secret"));
+        }
+    }
+
+    #[test]
+    fn an_option_that_makes_no_sense_is_seen_before_it_is_started() {
+        let command = Command::new(std::env::current_exe().unwrap());
+        let error = child(command).max_in_flight(0).validate().unwrap_err();
+        assert!(error.to_string().contains("max_in_flight"), "{error}");
+    }
+
+    #[cfg(unix)]
+    #[tokio::test]
+    async fn a_child_that_is_still_there_after_the_bounds_is_an_overlap() {
+        let mut command = Command::new("sh");
+        command.arg("-c").arg("read line");
+        let mut connector = child(command).shutdown_grace(Duration::ZERO, Duration::ZERO);
+        let first = connector.call(()).await.unwrap();
+        assert!(!Connection::overlapped(&first) && Connection::has_process(&first));
+        // It is in use, so that nobody ends it.
+        let second = connector.call(()).await.unwrap();
+        assert!(Connection::overlapped(&second));
+        Connection::close(&first).await;
+        Connection::close(&second).await;
+        assert!(!Connection::overlapped(&connector.call(()).await.unwrap()));
+    }
+
+    #[cfg(unix)]
+    #[tokio::test]
+    async fn the_last_lines_of_stderr_are_there_when_the_exit_is_known() {
+        let mut command = Command::new("sh");
+        command.arg("-c").arg("echo one >&2; echo two >&2; echo three >&2; exit 1");
+        let client = child(command).stderr_lines(2).call(()).await.unwrap();
+        client.closed().await.exited().await.unwrap();
+        assert_eq!(Connection::stderr(&client), ["two", "three"]);
+    }
+}

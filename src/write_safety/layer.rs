@@ -1,0 +1,209 @@
+//! The layer and its options.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use tower::Layer;
+
+use super::{
+    Config, WriteSafety,
+    verdict::{DynCheck, EffectCheck, Erased},
+};
+use crate::{
+    Basis, Effect, Evidence,
+    connection::Classifier,
+    event::{Event, Events},
+};
+
+/// Write safety as a layer. One type, with a check and without, so that a struct can hold it.
+///
+/// ```
+/// use std::time::Duration;
+/// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::InDoubt};
+///
+/// // Every write without an answer is reported as unknown, and none is replayed:
+/// let _none = WriteSafetyLayer::<Request, Response>::refuse();
+///
+/// // With a check, and the declaration that nothing lands more than 20 s after its last byte was sent:
+/// let _some = WriteSafetyLayer::new(|doubt: InDoubt<Request, Response>| async move {
+///     let seen = doubt.probe(Request::new("doc/list", ())?).await?;
+///     Ok(if seen.raw().get().contains("t1") { doubt.landed_without_result() } else { doubt.not_landed() })
+/// })
+/// .attempt_timeout(Duration::from_secs(5))
+/// .quarantine(Duration::from_secs(20));
+/// ```
+pub struct WriteSafetyLayer<Req, Res> {
+    config: Arc<Config<Req, Res>>,
+    events: Events,
+}
+
+impl<Req, Res> WriteSafetyLayer<Req, Res> {
+    /// No check: a write whose attempt ended without an answer is unknown, and is never replayed.
+    pub fn refuse() -> Self {
+        Self::with(None)
+    }
+
+    /// A write in doubt is settled by that check. See the [module](super).
+    pub fn new<C>(check: C) -> Self
+    where
+        C: EffectCheck<Req, Res> + Send + Sync + 'static,
+        Req: Send + 'static,
+        Res: Send + 'static,
+    {
+        Self::with(Some(Arc::new(Erased(check))))
+    }
+
+    fn with(check: Option<Arc<dyn DynCheck<Req, Res>>>) -> Self {
+        let config = Config {
+            check,
+            attempt_timeout: None,
+            check_timeout: None,
+            quarantine: None,
+            max_checks: 16,
+            trust: Vec::new(),
+            landed_with: None,
+            independent_writes: false,
+            classify: None,
+            wrong: None,
+        };
+        Self { config: Arc::new(config), events: Events::default() }
+    }
+
+    /// How long an attempt may take before it is in doubt. It is not dropped then, but kept and polled: its
+    /// late answer ends the doubt. Default: half of the time left where there are a check and a deadline,
+    /// else none.
+    #[must_use]
+    pub fn attempt_timeout(self, timeout: Duration) -> Self {
+        let wrong = timeout.is_zero().then_some("WriteSafetyLayer: attempt_timeout must not be zero");
+        self.set(wrong, |config| config.attempt_timeout = Some(timeout))
+    }
+
+    /// Declares that no attempt lands later than this after its last byte was sent: the server's maximum
+    /// time, with all that lies before it (proxies, queues). The layer waits it out before the check; if it
+    /// does not fit in the time left, the check runs at once and can only find that the write landed.
+    #[must_use]
+    pub fn quarantine(self, quarantine: Duration) -> Self {
+        let wrong = quarantine.is_zero().then_some("WriteSafetyLayer: quarantine must not be zero");
+        self.set(wrong, |config| config.quarantine = Some(quarantine))
+    }
+
+    /// How long a check may take, its probes included; after that it is unknown. Default: a third of the
+    /// time left, at most 10 s.
+    #[must_use]
+    pub fn check_timeout(self, timeout: Duration) -> Self {
+        let wrong = timeout.is_zero().then_some("WriteSafetyLayer: check_timeout must not be zero");
+        self.set(wrong, |config| config.check_timeout = Some(timeout))
+    }
+
+    /// How many checks run at once, over all clones; 16 by default. Others wait, within their deadline.
+    #[must_use]
+    pub fn max_checks(self, checks: usize) -> Self {
+        let wrong = (checks == 0).then_some("WriteSafetyLayer: max_checks must be at least 1");
+        let checks = checks.min(tokio::sync::Semaphore::MAX_PERMITS);
+        self.set(wrong, |config| config.max_checks = checks)
+    }
+
+    /// Trusts that a write refused with that evidence was not processed, so that it is replayed, once,
+    /// without a check. Proxies are known to send some of these after the fact.
+    #[must_use]
+    pub fn trust(self, evidence: Evidence) -> Self {
+        self.set(None, |config| config.trust.push(evidence))
+    }
+
+    /// Makes the response of a write that landed and whose response is lost. Without it such a write is an
+    /// error of outcome [`DoneResultLost`](crate::Outcome::DoneResultLost).
+    #[must_use]
+    pub fn landed_with(self, response: impl Fn(&Req) -> Res + Send + Sync + 'static) -> Self {
+        self.set(None, |config| config.landed_with = Some(Arc::new(response)))
+    }
+
+    /// Declares that the writes of this stack do not touch each other. Without it a replay is refused if any
+    /// other write was handed over since the first attempt, since it would then land on top of that one.
+    #[must_use]
+    pub fn independent_writes(self) -> Self {
+        self.set(None, |config| config.independent_writes = true)
+    }
+
+    /// Says what effect a request has; `None` keeps the request's own. What it says is stamped on the call,
+    /// so that the layers below go by it, and so do probes.
+    #[must_use]
+    pub fn classify(self, classify: impl Fn(&Req) -> Option<Effect> + Send + Sync + 'static) -> Self {
+        self.classify_by(Arc::new(move |request| classify(request).map(|effect| (effect, Basis::Caller))))
+    }
+
+    pub(crate) fn classify_by(self, classify: Classifier<Req>) -> Self {
+        self.set(None, |config| config.classify = Some(classify))
+    }
+
+    /// Where this layer's [`InDoubt`](Event::InDoubt) and [`Abandoned`](Event::Abandoned) events go if no
+    /// layer above has said, and its [`Call`](Event::Call) reports if it is the outermost.
+    #[must_use]
+    pub fn on_event(self, sink: impl Fn(Event<'_>) + Send + Sync + 'static) -> Self {
+        self.with_events(Events::to(sink))
+    }
+
+    pub(crate) fn with_events(mut self, events: Events) -> Self {
+        self.events = events;
+        self
+    }
+
+    /// What makes no sense in the options, if something does.
+    pub(crate) fn check(&self) -> Result<(), &'static str> {
+        self.config.wrong.map_or(Ok(()), Err)
+    }
+
+    fn set(mut self, wrong: Option<&'static str>, set: impl FnOnce(&mut Config<Req, Res>)) -> Self {
+        if Arc::get_mut(&mut self.config).is_none() {
+            // A clone of this layer is about: it keeps what it had.
+            self.config = Arc::new(self.config.duplicate());
+        }
+        if let Some(config) = Arc::get_mut(&mut self.config) {
+            config.wrong = config.wrong.or(wrong);
+            set(config);
+        }
+        self
+    }
+}
+
+impl<Req, Res> Config<Req, Res> {
+    fn duplicate(&self) -> Self {
+        Self {
+            check: self.check.clone(),
+            attempt_timeout: self.attempt_timeout,
+            check_timeout: self.check_timeout,
+            quarantine: self.quarantine,
+            max_checks: self.max_checks,
+            trust: self.trust.clone(),
+            landed_with: self.landed_with.clone(),
+            independent_writes: self.independent_writes,
+            classify: self.classify.clone(),
+            wrong: self.wrong,
+        }
+    }
+}
+
+impl<Req, Res> Clone for WriteSafetyLayer<Req, Res> {
+    fn clone(&self) -> Self {
+        Self { config: Arc::clone(&self.config), events: self.events.clone() }
+    }
+}
+
+impl<S, Req, Res> Layer<S> for WriteSafetyLayer<Req, Res> {
+    type Service = WriteSafety<S, Req, Res>;
+
+    fn layer(&self, inner: S) -> WriteSafety<S, Req, Res> {
+        WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone())
+    }
+}
+
+impl<Req, Res> fmt::Debug for WriteSafetyLayer<Req, Res> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WriteSafetyLayer")
+            .field("check", &self.config.check.is_some())
+            .field("attempt_timeout", &self.config.attempt_timeout)
+            .field("check_timeout", &self.config.check_timeout)
+            .field("quarantine", &self.config.quarantine)
+            .field("trust", &self.config.trust)
+            .field("independent_writes", &self.config.independent_writes)
+            .finish_non_exhaustive()
+    }
+}

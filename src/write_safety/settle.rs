@@ -1,0 +1,316 @@
+//! How a doubt is settled: first a fence, then a check that started after it held.
+
+use std::{
+    borrow::Cow,
+    future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Poll,
+    time::Duration,
+};
+
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use super::{
+    Lane,
+    fence::{Fence, FenceBasis},
+    verdict::{InDoubt, Probe, ProbeLog, Verdict},
+};
+use crate::{
+    Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal, call::effect_of,
+    connection::BoxFuture, error::safe_text,
+};
+
+/// How long the layer waits at least before it asks a check again.
+const LEAST_RECHECK: Duration = Duration::from_millis(10);
+/// How long a process's end, or a request's last byte, is waited for where no deadline says.
+const REAPING: Duration = Duration::from_secs(60);
+
+/// What is known of the attempt in doubt.
+pub(super) struct Facts {
+    pub(super) call: CallId,
+    pub(super) attempts: Vec<Attempt>,
+    pub(super) closure: Option<Closure>,
+    pub(super) activity: Arc<Activity>,
+    /// When the doubt arose: the attempt ended or timed out.
+    pub(super) since: Instant,
+    /// When the attempt ended, if it has: none of its bytes was sent later.
+    pub(super) ended_at: Option<Instant>,
+    pub(super) deadline: Deadline,
+    /// Set while a check runs, which goes by facts that can no longer change.
+    pub(super) checking: Arc<AtomicBool>,
+}
+
+/// Comes to a verdict about a write in doubt. A verdict of `NotLanded` has a fence that holds.
+pub(super) async fn settle<S, Req, Res>(
+    lane: Arc<Lane<S, Req, Res>>,
+    request: Req,
+    facts: Facts,
+) -> Verdict<Res>
+where
+    Lane<S, Req, Res>: Probe<Req, Res> + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    let config = &lane.config;
+    let Some(check) = &config.check else {
+        return Verdict::Unknown("no effect check is configured".into());
+    };
+    let fence = find_fence(&facts, config.quarantine).await;
+    let (fence, gone_at, without_fence) = match fence {
+        Ok((fence, gone_at)) => (Some(fence), gone_at, Cow::Borrowed("")),
+        Err(why) => (None, None, why),
+    };
+
+    loop {
+        // No more than so many checks at once: an outage puts every write in doubt at the same time.
+        let Ok(permit) = lane.shared.checks.acquire().await else {
+            return Verdict::Unknown("the checks are shut down".into());
+        };
+        facts.checking.store(true, Ordering::Relaxed);
+        let now = Instant::now();
+        let until = check_until(config.check_timeout, facts.deadline, now);
+        let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
+        let Some(mut copy) = crate::call::replica(&request) else {
+            return Verdict::Unknown("the request cannot be cloned".into());
+        };
+        let context = copy.context().to_be_seen();
+        *copy.context_mut() = context;
+        let probe: Arc<dyn Probe<Req, Res>> = Arc::<Lane<S, Req, Res>>::clone(&lane);
+        let doubt = InDoubt {
+            request: copy,
+            call: facts.call,
+            attempts: facts.attempts.clone(),
+            closure: facts.closure.clone(),
+            fence: fence.clone(),
+            without_fence: without_fence.clone(),
+            probe,
+            log: Arc::clone(&log),
+        };
+        let check = Arc::clone(check);
+        // The call that makes the future is foreign code too.
+        let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
+        drop(permit);
+        match examine(verdict, facts.call, fence.as_ref(), &log) {
+            Verdict::InFlight { recheck_after } if facts.deadline.allows(Instant::now(), recheck_after) => {
+                // Others may check meanwhile, and what becomes of the attempt counts again.
+                facts.checking.store(false, Ordering::Relaxed);
+                // Never in a busy loop, whatever the check asks for.
+                tokio::time::sleep(recheck_after.max(LEAST_RECHECK)).await;
+            }
+            Verdict::InFlight { .. } => {
+                return Verdict::Unknown("still being processed, and no time to ask again".into());
+            }
+            verdict => return verdict,
+        }
+    }
+}
+
+/// Why no declared fence holds.
+#[derive(Clone, Copy)]
+enum Undeclared {
+    NoQuarantine,
+    /// Bytes of the request are still to be sent, and nothing bounds when they are.
+    Unsent,
+    DoesNotFit,
+}
+
+/// Waits for a fence that can hold in the time there is: for the end of a process (or for the last byte) no
+/// longer than two thirds of the time left, so that a check can still find that the write landed; for a
+/// quarantine, whose length is known, only if it leaves a tenth.
+async fn find_fence(
+    facts: &Facts,
+    quarantine: Option<Duration>,
+) -> Result<(Fence, Option<Instant>), Cow<'static, str>> {
+    let start = Instant::now();
+    let left = facts.deadline.left(start);
+    let patience = start.checked_add(left.map_or(REAPING, |left| left / 3 * 2));
+    let latest = left.and_then(|left| start.checked_add(left / 10 * 9));
+
+    let observed = async {
+        let closure = facts.closure.as_ref().filter(|closure| closure.exit_ends_effects())?;
+        let exit = within(patience, closure.exited()).await.flatten()?;
+        exit.group_gone.then(|| (Fence::process_gone(facts.call), Some(exit.at)))
+    };
+    let declared = async {
+        let quarantine = quarantine.ok_or(Undeclared::NoQuarantine)?;
+        let sent = within(patience, last_byte(facts)).await.ok_or(Undeclared::Unsent)?;
+        let holds = sent.checked_add(quarantine).ok_or(Undeclared::DoesNotFit)?;
+        if latest.is_some_and(|latest| holds > latest) && holds > start {
+            return Err(Undeclared::DoesNotFit);
+        }
+        sleep_until(holds).await;
+        Ok((Fence::quarantined(facts.call, quarantine), None))
+    };
+    let mut observed = pin!(observed);
+    let mut declared = pin!(declared);
+    let (mut no_process, mut undeclared) = (false, None);
+    let either = poll_fn(|cx| {
+        if !no_process {
+            match observed.as_mut().poll(cx) {
+                Poll::Ready(Some(fence)) => return Poll::Ready(Ok(fence)),
+                Poll::Ready(None) => no_process = true,
+                Poll::Pending => {}
+            }
+        }
+        if undeclared.is_none() {
+            match declared.as_mut().poll(cx) {
+                Poll::Ready(Ok(fence)) => return Poll::Ready(Ok(fence)),
+                Poll::Ready(Err(why)) => undeclared = Some(why),
+                Poll::Pending => {}
+            }
+        }
+        match undeclared {
+            Some(why) if no_process => Poll::Ready(Err(why)),
+            _ => Poll::Pending,
+        }
+    });
+    either.await.map_err(|why| without_fence(facts.closure.as_ref(), why))
+}
+
+/// Why no fence holds, and what would give one.
+fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str> {
+    match (why, closure) {
+        (Undeclared::Unsent, _) => {
+            "absent, but the request is not sent to its end, so that no declared fence holds"
+        }
+        (Undeclared::DoesNotFit, _) => {
+            "absent, but no fence holds: the quarantine does not fit in the time left; a longer deadline or              not_landed_because(..) would give one"
+        }
+        (Undeclared::NoQuarantine, Some(closure)) if closure.exit_ends_effects() => {
+            "absent, but no fence holds: the old process is not known to be gone; quarantine(..) on the layer              or not_landed_because(..) would give one"
+        }
+        (Undeclared::NoQuarantine, Some(_)) => {
+            "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) on the layer or \
+             not_landed_because(..) would give one"
+        }
+        (Undeclared::NoQuarantine, None) => {
+            "absent, but no fence holds while the server may still work on it; quarantine(..) on the layer or \
+             not_landed_because(..) would give one"
+        }
+    }
+    .into()
+}
+
+/// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
+/// bounds when they arrive.
+async fn last_byte(facts: &Facts) -> Instant {
+    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.ended_at) {
+        (Ok(Some(at)), _) => Poll::Ready(at),
+        // The connection marks nothing.
+        (Ok(None), _) => Poll::Ready(facts.since),
+        (Err(_), Some(ended)) => Poll::Ready(ended),
+        (Err(_), None) => Poll::Pending,
+    })
+    .await
+}
+
+/// Until when a check may take: by default a third of the time left, and at most 10 s.
+fn check_until(timeout: Option<Duration>, deadline: Deadline, now: Instant) -> Option<Instant> {
+    const MOST: Duration = Duration::from_secs(10);
+    let left = deadline.left(now);
+    let timeout = timeout.unwrap_or_else(|| left.map_or(MOST, |left| (left / 3).min(MOST)));
+    let until = now.checked_add(timeout);
+    match (until, deadline.instant()) {
+        (Some(until), Some(deadline)) => Some(until.min(deadline)),
+        (until, deadline) => until.or(deadline),
+    }
+}
+
+/// What counts of a check's result: one that failed, hung or panicked is unknown, and so is one whose fence
+/// is another call's or whose probes are older than the fence.
+fn examine<Res>(
+    result: Option<Option<Result<Verdict<Res>, BoxError>>>,
+    call: CallId,
+    held: Option<&Fence>,
+    log: &ProbeLog,
+) -> Verdict<Res> {
+    match result {
+        None => Verdict::Unknown("the check took too long".into()),
+        Some(None) => Verdict::Unknown("the check panicked".into()),
+        Some(Some(Err(error))) => Verdict::Unknown(match safe_text(error.as_ref()) {
+            Some(text) => format!("the check failed: {text}").into(),
+            None => "the check failed".into(),
+        }),
+        Some(Some(Ok(Verdict::NotLanded(fence)))) => {
+            if !fence.is_for(call) {
+                Verdict::Unknown("the check named a fence of another call".into())
+            } else if !fence.is_because() && held != Some(&fence) {
+                Verdict::Unknown("the check named a fence that did not hold when it began".into())
+            } else if fence.basis() == FenceBasis::Observed && log.is_stale() {
+                Verdict::Unknown("a probe ran on a connection that is older than the fence".into())
+            } else {
+                Verdict::NotLanded(fence)
+            }
+        }
+        Some(Some(Ok(verdict))) => verdict,
+    }
+}
+
+async fn within<T>(until: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
+    match until {
+        Some(until) => timeout_at(until, future).await.ok(),
+        None => Some(future.await),
+    }
+}
+
+/// The future's result, or `None` if it panics.
+async fn unwinding<T>(future: impl Future<Output = T>) -> Option<T> {
+    let mut future = pin!(future);
+    poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+        Ok(poll) => poll.map(Some),
+        Err(_) => Poll::Ready(None),
+    })
+    .await
+}
+
+// ===== impl Probe =====
+
+impl<S, Req, Res> Probe<Req, Res> for Lane<S, Req, Res>
+where
+    S: tower::Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    fn probe(&self, mut request: Req, log: &Arc<ProbeLog>) -> BoxFuture<Result<Res, CallError>> {
+        if let Some(classify) = &self.config.classify
+            && let Some((effect, basis)) = classify(&request)
+        {
+            request.context_mut().stamp(effect, basis);
+        }
+        let effect = effect_of(&request);
+        if effect.is_write() {
+            let refused = CallError::refused(Refusal::NotAProbe).of_call(request.method(), effect);
+            return Box::pin(async move { Err(refused) });
+        }
+        let activity = Arc::new(Activity::default());
+        let context = request.context_mut();
+        // A probe is a call of its own, in the check's time.
+        let mut own = context.clone();
+        let asked = own.deadline().instant();
+        own.set_deadline(match (asked, log.until) {
+            (Some(asked), Some(until)) => Deadline::At(asked.min(until)),
+            (Some(at), None) | (None, Some(at)) => Deadline::At(at),
+            (None, None) => Deadline::Never,
+        });
+        own.set_activity(Some(Arc::clone(&activity)));
+        *context = own;
+        let mut service = self.spare();
+        let log = Arc::clone(log);
+        Box::pin(async move {
+            poll_fn(|cx| service.poll_ready(cx)).await.map_err(CallError::not_ready)?;
+            let result = service.call(request).await;
+            if let Some(gone_at) = log.gone_at
+                && activity.generation().is_none_or(|(_, began)| began < gone_at)
+            {
+                log.mark_stale();
+            }
+            result
+        })
+    }
+}
