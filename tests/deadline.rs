@@ -1,0 +1,343 @@
+//! `DeadlineLayer` over mocks, with tokio's clock paused.
+
+use std::{
+    future::{Future, pending, poll_fn},
+    pin::pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    task::Poll,
+    time::Duration,
+};
+
+use goaround::{
+    BoxError, Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Event,
+    Outcome, RetryReadOnly, Tagged,
+};
+use tokio::time::{Instant, advance};
+use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::MapErr};
+use tower_test::mock::{self, Handle, Mock, Spawn};
+
+type Req = Tagged<&'static str>;
+type Inner = MapErr<Mock<Req, u8>, fn(BoxError) -> CallError>;
+
+type Seen = Arc<Mutex<Vec<(usize, Option<Outcome>)>>>;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn new_service(layer: DeadlineLayer) -> (Spawn<DeadlineService<Inner>>, Handle<Req, u8>) {
+    mock::spawn_with(move |mock| {
+        let map: fn(BoxError) -> CallError = CallError::from_boxed;
+        ServiceBuilder::new().layer(layer.clone()).map_err(map).service(mock)
+    })
+}
+
+fn read() -> Req {
+    Tagged::new("read", Effect::ReadOnly)
+}
+
+fn write() -> Req {
+    Tagged::new("write", Effect::Write)
+}
+
+/// What deadline arrives below `layers`, in the order of their wrapping, for that call.
+async fn resolved(outer: &DeadlineLayer, inner: Option<&DeadlineLayer>, call: Req) -> Deadline {
+    let sees = service_fn(|call: Req| async move { Ok::<_, CallError>(call.context().deadline()) });
+    match inner {
+        Some(inner) => outer.layer(inner.layer(sees)).oneshot(call).await.unwrap(),
+        None => outer.layer(sees).oneshot(call).await.unwrap(),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_per_call_value_wins_over_the_default() {
+    let now = Instant::now();
+    let at = |seconds| Deadline::At(now + Duration::from_secs(seconds));
+    let layer = DeadlineLayer::new(10 * SECOND);
+    assert_eq!(resolved(&layer, None, read()).await, at(10));
+    assert_eq!(resolved(&layer, None, read().within(2 * SECOND)).await, at(2));
+    assert_eq!(resolved(&layer, None, read().within(20 * SECOND)).await, at(20));
+    assert_eq!(resolved(&layer, None, read().deadline(Deadline::Never)).await, Deadline::Never);
+    assert_eq!(resolved(&DeadlineLayer::never(), None, read()).await, Deadline::Never);
+    assert_eq!(resolved(&DeadlineLayer::never(), None, read().within(SECOND)).await, at(1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_nested_layers_the_earlier_instant_wins() {
+    let now = Instant::now();
+    let at = |seconds| Deadline::At(now + Duration::from_secs(seconds));
+    let [short, long, never] =
+        [DeadlineLayer::new(SECOND), DeadlineLayer::new(5 * SECOND), DeadlineLayer::never()];
+    for (outer, inner, expected) in [
+        (&short, &long, at(1)),
+        (&long, &short, at(1)),
+        (&never, &long, at(5)),
+        (&long, &never, at(5)),
+        (&never, &never, Deadline::Never),
+    ] {
+        assert_eq!(resolved(outer, Some(inner), read()).await, expected);
+        // Even so the caller's own value wins over both.
+        assert_eq!(resolved(outer, Some(inner), read().within(9 * SECOND)).await, at(9));
+        assert_eq!(resolved(outer, Some(inner), read().deadline(Deadline::Never)).await, Deadline::Never);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn zero_and_past_deadlines_do_not_call_the_inner_service() {
+    advance(SECOND).await;
+    let past = Deadline::At(Instant::now() - SECOND / 2);
+    let now = Deadline::At(Instant::now());
+    for (default, call) in [
+        (Duration::ZERO, write()),
+        (SECOND, write().within(Duration::ZERO)),
+        (SECOND, write().deadline(past)),
+        (SECOND, write().deadline(now)),
+    ] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(default));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let error = assert_ready_err!(task::spawn(service.call(call)).poll());
+        assert!(matches!(error.cause(), Cause::Deadline));
+        assert_eq!((error.delivery(), error.outcome()), (Delivery::NotSent, Outcome::NotDone));
+        assert_eq!((error.method(), error.attempts().len()), ("call", 0));
+        assert!(handle.poll_request().is_pending());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn enormous_deadlines_neither_overflow_nor_end() {
+    for (default, call) in [
+        (Duration::MAX, read()),
+        (SECOND, read().within(Duration::MAX)),
+        (Duration::from_secs(u64::MAX / 4), read()),
+        (SECOND, read().within(Duration::from_secs(1 << 40))),
+    ] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(default));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let mut call = task::spawn(service.call(call));
+        assert_pending!(call.poll());
+        advance(Duration::from_secs(3600 * 24 * 365)).await;
+        assert_pending!(call.poll());
+        assert_ready!(handle.poll_request()).unwrap().1.send_response(1);
+        assert_eq!(assert_ready_ok!(call.poll()), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_timer_wakes_the_call_and_what_is_still_pending_is_ambiguous() {
+    for (call, outcome) in [(write(), Outcome::Unknown), (read(), Outcome::NoAnswer)] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(SECOND));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let mut call = task::spawn(service.call(call));
+        assert_pending!(call.poll());
+        let _kept = assert_ready!(handle.poll_request());
+        advance(SECOND - Duration::from_millis(1)).await;
+        assert!(!call.is_woken());
+        advance(Duration::from_millis(1)).await;
+        assert!(call.is_woken());
+        let error = assert_ready_err!(call.poll());
+        assert!(matches!(error.cause(), Cause::Deadline));
+        assert_eq!((error.delivery(), error.outcome()), (Delivery::Ambiguous, outcome));
+        assert_eq!(error.attempts().len(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_there_at_the_deadline_wins() {
+    let (mut service, mut handle) = new_service(DeadlineLayer::new(SECOND));
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let mut call = task::spawn(service.call(write()));
+    assert_pending!(call.poll());
+    advance(SECOND).await;
+    assert!(call.is_woken());
+    assert_ready!(handle.poll_request()).unwrap().1.send_response(7);
+    assert_eq!(assert_ready_ok!(call.poll()), 7);
+
+    // And so does an error of this crate, which knows more.
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let mut call = task::spawn(service.call(write()));
+    assert_pending!(call.poll());
+    advance(SECOND).await;
+    assert_ready!(handle.poll_request()).unwrap().1.send_error(CallError::not_sent("still queued"));
+    assert_eq!(assert_ready_err!(call.poll()).outcome(), Outcome::NotDone);
+}
+
+/// Sets its flag when it is dropped.
+struct Flag(Arc<AtomicBool>);
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_inner_future_is_polled_once_more_and_then_dropped() {
+    let (polls, dropped) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+    let counts = (polls.clone(), dropped.clone());
+    let mut service = DeadlineLayer::new(SECOND).layer(service_fn(move |_: Req| {
+        let (polls, flag) = (counts.0.clone(), Flag(counts.1.clone()));
+        async move {
+            let _flag = flag;
+            poll_fn(|_| {
+                polls.fetch_add(1, Ordering::Relaxed);
+                Poll::<Result<u8, CallError>>::Pending
+            })
+            .await
+        }
+    }));
+    let mut call = task::spawn(service.ready().await.unwrap().call(write()));
+    assert_pending!(call.poll());
+    assert_pending!(call.poll());
+    assert_eq!(polls.load(Ordering::Relaxed), 2);
+    advance(SECOND).await;
+    assert!(!dropped.load(Ordering::Relaxed));
+    assert_ready_err!(call.poll());
+    assert_eq!(polls.load(Ordering::Relaxed), 3);
+    assert!(dropped.load(Ordering::Relaxed), "dropped when the time is up, not with the future");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nested_layers_with_the_same_instant_poll_the_inner_future_once_more_together() {
+    let polls = Arc::new(AtomicU32::new(0));
+    let counts = polls.clone();
+    let layer = DeadlineLayer::new(SECOND);
+    let mut service = layer.layer(layer.layer(service_fn(move |_: Req| {
+        let polls = counts.clone();
+        poll_fn(move |_| {
+            polls.fetch_add(1, Ordering::Relaxed);
+            Poll::<Result<u8, CallError>>::Pending
+        })
+    })));
+    let mut call = task::spawn(service.ready().await.unwrap().call(write()));
+    assert_pending!(call.poll());
+    advance(SECOND).await;
+    let error = assert_ready_err!(call.poll());
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::Unknown, 1));
+    assert_eq!(polls.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn a_call_that_is_ready_at_once_arms_no_timer() {
+    // Without a runtime a timer cannot even be made.
+    let mut service =
+        DeadlineLayer::new(SECOND).layer(service_fn(|_: Req| std::future::ready(Ok::<_, CallError>(1))));
+    assert_eq!(assert_ready_ok!(task::spawn(service.call(read())).poll()), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn never_arms_no_timer_and_waits() {
+    let (mut service, mut handle) = new_service(DeadlineLayer::new(SECOND));
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let mut call = task::spawn(service.call(read().deadline(Deadline::Never)));
+    assert_pending!(call.poll());
+    advance(1_000_000 * SECOND).await;
+    assert!(!call.is_woken());
+    assert_ready!(handle.poll_request()).unwrap().1.send_response(1);
+    assert!(call.is_woken());
+    assert_eq!(assert_ready_ok!(call.poll()), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_time_that_runs_out_while_the_inner_future_is_polled_counts() {
+    // The inner future takes longer in its first poll than the call has.
+    let mut service = DeadlineLayer::new(SECOND).layer(service_fn(|_: Req| async {
+        advance(2 * SECOND).await;
+        pending::<Result<u8, CallError>>().await
+    }));
+    let mut call = task::spawn(service.ready().await.unwrap().call(write()));
+    let mut polls = 0;
+    let error = loop {
+        polls += 1;
+        match call.poll() {
+            Poll::Ready(result) => break result.unwrap_err(),
+            Poll::Pending => tokio::task::yield_now().await,
+        }
+        assert!(polls < 10);
+    };
+    assert_eq!(error.outcome(), Outcome::Unknown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timer_that_says_nothing_at_the_deadline_does_not_hide_it() {
+    // A task that has used up its share gets no answer from a timer, as an inner layer may get none when an
+    // outer one's timer of the same instant fires first.
+    let mut service =
+        DeadlineLayer::new(SECOND).layer(service_fn(|_: Req| pending::<Result<u8, CallError>>()));
+    let mut call = Box::pin(service.call(write()));
+    let polled = tokio::spawn(async move {
+        assert!(poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await.is_pending());
+        advance(SECOND).await;
+        poll_fn(|cx| {
+            while pin!(tokio::task::consume_budget()).poll(cx).is_ready() {}
+            Poll::Ready(call.as_mut().poll(cx))
+        })
+        .await
+    });
+    assert_eq!(assert_ready_err!(polled.await.unwrap()).outcome(), Outcome::Unknown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_of_readiness_is_passed_on_as_not_sent() {
+    let (mut service, mut handle) = new_service(DeadlineLayer::new(SECOND));
+    handle.allow(0);
+    assert_pending!(service.poll_ready::<Req>());
+    handle.send_error(CallError::ambiguous("gone"));
+    assert!(service.is_woken());
+    let error = assert_ready_err!(service.poll_ready::<Req>());
+    assert!(matches!(error.cause(), Cause::NotReady));
+    assert_eq!((error.delivery(), error.outcome()), (Delivery::NotSent, Outcome::NotDone));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_outermost_layer_reports_and_only_once() {
+    let [outer_seen, inner_seen] = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
+    let sink = |seen: &Seen| {
+        let seen = seen.clone();
+        move |event: Event<'_>| {
+            let Event::Call(report) = event else { return };
+            assert!(report.call.is_some());
+            seen.lock().unwrap().push((report.attempts.len(), report.outcome));
+        }
+    };
+    let down = service_fn(|_: Req| async { Err::<u8, _>(CallError::not_processed("busy")) });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(sink(&outer_seen)))
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(sink(&inner_seen)))
+        .layer(RetryReadOnly.on_event(sink(&inner_seen)))
+        .service(down);
+    let error = service.clone().oneshot(read()).await.unwrap_err();
+    assert_eq!(error.attempts().len(), 3);
+    assert_eq!(*outer_seen.lock().unwrap(), [(3, Some(Outcome::NotDone))]);
+    // One attempt is no event.
+    service.oneshot(write()).await.unwrap_err();
+    assert_eq!(outer_seen.lock().unwrap().len(), 1);
+    assert!(inner_seen.lock().unwrap().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_has_one_id_and_every_call_another() {
+    let ids = service_fn(|call: Req| async move { Ok::<_, CallError>(call.context().id().unwrap()) });
+    let layer = DeadlineLayer::new(SECOND);
+    let service = layer.layer(layer.layer(ids));
+    let mut call = read();
+    let id = call.context_mut().assign_id();
+    assert_eq!(service.clone().oneshot(call).await.unwrap(), id);
+    let first = service.clone().oneshot(read()).await.unwrap();
+    assert_ne!(first, service.oneshot(read()).await.unwrap());
+    assert_ne!(first, id);
+}
+
+#[test]
+fn services_and_futures_are_what_their_inner_ones_are() {
+    fn shared<T: Clone + Send + Sync + 'static>(_: &T) {}
+    fn sent<T: Future + Send>(_: &T) {}
+    let mut service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(SECOND))
+        .layer(RetryReadOnly)
+        .service(service_fn(|_: Req| std::future::ready(Ok::<_, CallError>(1))));
+    shared(&service);
+    sent(&service.call(read()));
+    let _ = tower::util::BoxCloneSyncService::new(service);
+}
