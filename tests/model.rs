@@ -24,7 +24,7 @@ use tower::Service;
 
 /// Nothing takes effect later than this after its last byte: the truth about this server.
 const LANDS_WITHIN: u64 = 4_000;
-const SEEDS: u64 = 4_000;
+const SEEDS: u64 = 2_500;
 
 /// A write or a read of that token.
 type Req = Tagged<u32>;

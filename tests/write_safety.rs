@@ -247,7 +247,7 @@ async fn an_ambiguous_replay_is_checked_for_the_report_only() {
                 1 => second(doubt),
                 _ => panic!("a third check"),
             });
-            let result = service(&lab, layer).oneshot(write()).await;
+            let result = service(&lab, layer.independent_writes()).oneshot(write()).await;
             assert_eq!(result.map_err(|error| error.outcome()), expected);
             assert_eq!(lab.log.all(), ["write", "check", "write", "check"]);
             assert_eq!(lab.events.doubts(), 1);
@@ -667,6 +667,8 @@ async fn an_attempt_that_ends_during_a_check_gets_another_with_the_new_fence() {
         let layer = says(&lab, verdict).attempt_timeout(SECOND);
         assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
         assert_eq!(lab.log.timed(), ["0 write", "1000 check", "8000 check", "8000 write"]);
+        // Why the first check was inconclusive is no longer of interest.
+        assert!(matches!(lab.events.all()[0], Seen::InDoubt { reason: None, .. }));
     }
 }
 
@@ -871,23 +873,27 @@ async fn what_is_in_flight_is_asked_for_again_within_the_deadline() {
     assert_eq!(notes(&error), "still being processed, and no time to ask again");
 
     // Nor is one that is no time at all a busy loop, and nobody else waits for it.
-    let lab = Lab::new();
-    lab.write(fail(closed())).write(fail(closed()));
-    let first = Arc::new(Mutex::new(None));
-    let layer = says(&lab, move |doubt| {
-        if *first.lock().unwrap().get_or_insert(doubt.call()) == doubt.call() {
-            doubt.in_flight(Duration::ZERO)
-        } else {
-            doubt.landed(1)
-        }
-    });
-    let service = service(&lab, layer.max_checks(1));
-    let (busy, other) = tokio::join!(
-        service.clone().oneshot(write().within(SECOND)),
-        service.clone().oneshot(write().within(SECOND))
-    );
-    assert_eq!((busy.unwrap_err().outcome(), other.unwrap()), (Outcome::Unknown, 1));
-    assert!(lab.log.count("check") < 110, "{}", lab.log.count("check"));
+    for recheck_after in [Duration::ZERO, ms(900)] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(fail(closed()));
+        let first = Arc::new(Mutex::new(None));
+        let layer = says(&lab, move |doubt| {
+            if *first.lock().unwrap().get_or_insert(doubt.call()) == doubt.call() {
+                doubt.in_flight(recheck_after)
+            } else {
+                doubt.landed(1)
+            }
+        });
+        let service = service(&lab, layer.max_checks(1));
+        let start = Instant::now();
+        let (busy, other) = tokio::join!(service.clone().oneshot(write().within(SECOND)), async {
+            let other = service.clone().oneshot(write().within(SECOND)).await;
+            assert!(start.elapsed() <= ms(10), "{:?}", start.elapsed());
+            other
+        });
+        assert_eq!((busy.unwrap_err().outcome(), other.unwrap()), (Outcome::Unknown, 1));
+        assert!(lab.log.count("check") < 110, "{}", lab.log.count("check"));
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -1171,6 +1177,27 @@ async fn each_attempt_has_its_own_time_and_marks_and_the_same_id_and_deadline() 
     // The connection of the replaced attempt can tell why it was, and that of its replay cannot.
     let why = |nth: usize| seen[nth].3.replaced_by_fence().map(|fence| fence.to_string());
     assert_eq!((why(0), why(1), why(2)), (None, Some("declared: tested".to_owned()), None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_may_take_all_the_time_has_no_time_of_its_own() {
+    let own = |limit: Duration| move |layer: Safety| layer.attempt_timeout(limit);
+    type Sets = Box<dyn Fn(Safety) -> Safety>;
+    let cases: [(Sets, Deadline); 4] = [
+        (Box::new(own(60 * SECOND)), Deadline::Inherit),
+        (Box::new(own(Duration::MAX)), Deadline::Inherit),
+        (Box::new(own(Duration::MAX)), Deadline::Never),
+        (Box::new(|layer| layer), Deadline::Never),
+    ];
+    for (sets, deadline) in cases {
+        let lab = Lab::new();
+        lab.write(Box::new(|request: Req| {
+            let until = request.context().attempt_until();
+            Box::pin(async move { Ok(u32::from(until.is_some())) })
+        }));
+        let service = service(&lab, sets(says(&lab, because)));
+        assert_eq!(service.oneshot(write().deadline(deadline)).await.unwrap(), 0);
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -1562,6 +1589,25 @@ async fn a_permit_that_never_comes_and_a_gate_that_never_opens_end_at_the_deadli
     assert_eq!((error.outcome(), start.elapsed()), (Outcome::NotDone, 60 * SECOND));
     assert_eq!((error.attempts().len(), lab.events.doubts()), (1, 1));
     assert_eq!(fences(&error), [Some(FenceBasis::Declared)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_that_is_ready_again_at_the_deadline_is_not_called() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let layer = says(&lab, because).attempt_timeout(SECOND);
+    let mut service =
+        ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(layer).service(lab.gated());
+    lab.gate(true);
+    let mut call = task::spawn(service.ready().await.unwrap().call(write()));
+    assert_pending!(call.poll());
+    lab.gate(false);
+    advance(SECOND).await;
+    assert_pending!(call.poll());
+    advance(59 * SECOND).await;
+    lab.gate(true);
+    assert_eq!(assert_ready_err!(call.poll()).outcome(), Outcome::NotDone);
+    assert_eq!(lab.writes(), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -78,8 +78,12 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     }
 
     /// Declares that no attempt lands later than this after its last byte was sent: the server's maximum
-    /// time, with all that lies before it (proxies, queues). The layer waits it out before the check; if it
-    /// does not fit in the time left, the check runs at once and can only find that the write landed.
+    /// time, with all that lies before it (proxies, queues). The layer waits it out before the check. If it
+    /// does not fit in the time left, of which it must leave a tenth for check and replay, the check runs at
+    /// once and can only find that the write landed.
+    ///
+    /// A connection that marks nothing in the call's [`Activity`](crate::Activity) does not tell when the
+    /// last byte was sent: then it counts from the attempt timeout, or from the attempt's end before that.
     #[must_use]
     pub fn quarantine(self, quarantine: Duration) -> Self {
         let wrong = quarantine.is_zero().then_some("WriteSafetyLayer: quarantine must not be zero");
@@ -87,7 +91,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     }
 
     /// How long a check may take, its probes included; after that it is unknown. Default: a third of the
-    /// time left, at most 10 s.
+    /// time left, at most 10 s. One that says [in flight](super::InDoubt::in_flight) is asked again, with this
+    /// much time anew.
     #[must_use]
     pub fn check_timeout(self, timeout: Duration) -> Self {
         let wrong = timeout.is_zero().then_some("WriteSafetyLayer: check_timeout must not be zero");
