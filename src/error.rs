@@ -11,6 +11,7 @@ use std::{
     pin::Pin,
     process::ExitStatus,
     sync::{Arc, Mutex, OnceLock, PoisonError},
+    task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 
@@ -652,7 +653,9 @@ struct ClosureInner {
     generation: OnceLock<u64>,
     in_flight: usize,
     ends_effects: bool,
-    exit: tokio::sync::Mutex<Option<BoxFuture<Exit>>>,
+    exit: Mutex<Option<BoxFuture<Exit>>>,
+    /// Whom the exit's future wakes.
+    waiting: Arc<Waiting>,
     exited: OnceLock<Option<Exit>>,
     /// Whether the retry budget granted the replays that it makes due.
     charged: OnceLock<bool>,
@@ -690,7 +693,8 @@ impl Closure {
             generation: OnceLock::new(),
             in_flight,
             ends_effects,
-            exit: tokio::sync::Mutex::new(exit),
+            exit: Mutex::new(exit),
+            waiting: Arc::default(),
             exited,
             charged: OnceLock::new(),
         }))
@@ -723,20 +727,40 @@ impl Closure {
 
     /// Waits until it is known how the server's process ended: at once with `None` where there is none.
     pub async fn exited(&self) -> Option<Exit> {
-        if let Some(exit) = self.0.exited.get() {
-            return exit.clone();
+        std::future::poll_fn(|cx| self.poll_exited(cx)).await
+    }
+
+    /// Each waiter can drive the future, which wakes them all: one that is not polled any more, but not
+    /// dropped either, holds nobody up.
+    fn poll_exited(&self, cx: &mut Context<'_>) -> Poll<Option<Exit>> {
+        let Self(inner) = self;
+        if let Some(exit) = inner.exited.get() {
+            return Poll::Ready(exit.clone());
         }
-        // Whoever has the lock drives the future; if it is dropped, the next waiter goes on with it.
-        let mut future = self.0.exit.lock().await;
-        if let Some(exit) = self.0.exited.get() {
-            return exit.clone();
+        inner.waiting.register(cx.waker());
+        let mut place = inner.exit.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(exit) = inner.exited.get() {
+            return Poll::Ready(exit.clone());
         }
-        let exit = match future.as_mut() {
-            Some(exit) => Some(exit.await),
+        // Taken out for as long as it is polled: one that panics is not polled again, and nothing is known.
+        let future = place.take();
+        let exit = match future {
+            Some(mut future) => {
+                let waker = Waker::from(Arc::clone(&inner.waiting));
+                match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                    Poll::Ready(exit) => Some(exit),
+                    Poll::Pending => {
+                        *place = Some(future);
+                        return Poll::Pending;
+                    }
+                }
+            }
             None => None,
         };
-        *future = None;
-        self.0.exited.get_or_init(|| exit).clone()
+        drop(place);
+        let exit = inner.exited.get_or_init(|| exit).clone();
+        Arc::clone(&inner.waiting).wake();
+        Poll::Ready(exit)
     }
 
     /// How the process ended, if that is known already.
@@ -747,6 +771,26 @@ impl Closure {
     /// Charges something for this closure once, however many calls it took down; all get the same answer.
     pub(crate) fn charge_once(&self, charge: impl FnOnce() -> bool) -> bool {
         *self.0.charged.get_or_init(charge)
+    }
+}
+
+/// Those who wait for the end of a process.
+#[derive(Default)]
+struct Waiting(Mutex<Vec<Waker>>);
+
+impl Waiting {
+    fn register(&self, waker: &Waker) {
+        let mut wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !wakers.iter().any(|known| known.will_wake(waker)) {
+            wakers.push(waker.clone());
+        }
+    }
+}
+
+impl Wake for Waiting {
+    fn wake(self: Arc<Self>) {
+        let wakers = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        wakers.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -884,7 +928,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_exit_is_known_to_all_and_a_dropped_waiter_hands_on() {
+    async fn an_exit_whose_future_panics_is_not_known() {
+        let exit = Box::pin(async { panic!("in the exit") });
+        let closure = Closure::of_process("closed", 0, true, Some(exit));
+        let waits = closure.clone();
+        assert!(tokio::spawn(async move { waits.exited().await.is_some() }).await.unwrap_err().is_panic());
+        assert!(closure.exited().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn the_exit_is_known_to_all_and_a_waiter_that_is_dropped_or_not_polled_holds_nobody_up() {
         assert!(Closure::new("closed").exited().await.is_none());
         let (tell, told) = tokio::sync::oneshot::channel();
         let exit = Box::pin(async { told.await.unwrap() });
@@ -892,12 +945,14 @@ mod tests {
         let mut first = tokio_test::task::spawn(closure.exited());
         let mut second = tokio_test::task::spawn(closure.exited());
         assert!(first.poll().is_pending() && second.poll().is_pending());
-        drop(first);
-        assert!(second.is_woken());
-        assert!(second.poll().is_pending());
+        let mut third = tokio_test::task::spawn(closure.exited());
+        assert!(third.poll().is_pending());
+        drop(third);
         tell.send(Exit::new(None, true)).unwrap();
-        assert!(second.is_woken());
-        drop(second);
+        assert!(first.is_woken() && second.is_woken());
+        // The first one, which came first, is not polled.
+        assert!(matches!(second.poll(), Poll::Ready(Some(exit)) if exit.group_gone));
+        drop(first);
         assert!(closure.exited().await.unwrap().group_gone);
         assert!(closure.exit().unwrap().group_gone);
     }
