@@ -370,6 +370,7 @@ pub struct Activity {
 struct ActivityState {
     adopted: bool,
     withdrawn: bool,
+    over: bool,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
     replaced: Option<Fence>,
@@ -379,11 +380,27 @@ struct ActivityState {
 impl Activity {
     /// Says that the connection marks this attempt. What another connection withdrew before, and handed
     /// back, this one has anew.
-    pub fn adopt(&self) {
+    ///
+    /// `false`: the attempt is over. It was held up on its way here and its time has passed meanwhile, so
+    /// that whoever made it no longer counts on it: it must not be sent, and is
+    /// [`NotSent`](crate::Delivery::NotSent).
+    #[must_use = "an attempt that is over must not be sent"]
+    pub fn adopt(&self) -> bool {
         let mut state = self.lock();
+        if state.over {
+            state.withdrawn = true;
+            return false;
+        }
         state.adopted = true;
         // What was withdrawn from one connection may be handed over to the next: only the last time counts.
         state.withdrawn = false;
+        true
+    }
+
+    /// Whoever made the attempt no longer counts on it: no connection that marks may begin to send it. One
+    /// that has it already keeps it.
+    pub(crate) fn close(&self) {
+        self.lock().over = true;
     }
 
     /// Marks that the request was withdrawn before its first byte.
@@ -435,10 +452,16 @@ impl Activity {
     /// Notes on which generation the attempt runs, and when the connect to it began.
     ///
     /// What another connection marked before, which has handed the request back, says nothing of this one.
-    pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) {
+    /// `false` as for [`Activity::adopt`].
+    pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) -> bool {
         let mut state = self.lock();
+        if state.over {
+            state.withdrawn = true;
+            return false;
+        }
         state.generation = Some((generation, connect_began));
         (state.adopted, state.withdrawn, state.sent_at) = (false, false, None);
+        true
     }
 
     /// The number of that generation.
@@ -635,11 +658,15 @@ mod tests {
         // By a connection that marks, and by one that a reconnect layer knows and that marks nothing.
         for next in [Activity::adopt, |activity: &Activity| activity.on_generation(2, Instant::now())] {
             let activity = Activity::default();
-            activity.adopt();
+            assert!(activity.adopt());
             activity.withdrawn();
             assert!(activity.was_withdrawn());
-            next(&activity);
+            assert!(next(&activity));
             assert!(!activity.was_withdrawn());
+
+            activity.close();
+            assert!(!next(&activity));
+            assert!(activity.was_withdrawn());
         }
     }
 

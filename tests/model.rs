@@ -214,7 +214,7 @@ async fn write(process: Process, request: Req) -> Result<u32, CallError> {
     let frame = Arc::new(Mutex::new(if marks { Frame::Queued } else { Frame::Taken }));
     let waits = Waits { frame: Arc::clone(&frame), activity: activity.clone().filter(|_| marks) };
     if let (true, Some(activity)) = (marks, &activity) {
-        activity.adopt();
+        assert!(activity.adopt());
     }
     let (reply, replied) = oneshot::channel();
     tokio::spawn(wire(process.clone(), token, frame, activity.filter(|_| marks), reply));

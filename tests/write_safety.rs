@@ -3,7 +3,7 @@
 mod lab;
 
 use std::{
-    future::pending,
+    future::{pending, ready},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering},
@@ -13,7 +13,7 @@ use std::{
 
 use goaround::{
     Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Evidence, Fence,
-    FenceBasis, Outcome, Refusal, Settled, Stack, Tagged, Verdict, VerdictKind, WriteSafety,
+    FenceBasis, Outcome, ReconnectLayer, Refusal, Settled, Stack, Tagged, Verdict, VerdictKind, WriteSafety,
     WriteSafetyLayer,
 };
 use lab::*;
@@ -22,7 +22,7 @@ use tokio::{
     time::{Instant, advance, sleep},
 };
 use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
-use tower::{Layer, Service, ServiceBuilder, ServiceExt};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
 
 type Safety = WriteSafetyLayer<Req, Res>;
 
@@ -636,6 +636,64 @@ async fn a_half_written_request_is_never_replayed_by_a_declared_fence() {
         assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
         let at = 10_000 + 1_000 * u64::from(quarantine);
         assert_eq!(lab.log.timed(), ["0 write".to_owned(), format!("{at} check"), format!("{at} write")]);
+    }
+}
+
+/// A layer that holds the first request up for so many seconds.
+fn held_up_by(
+    seconds: u32,
+    inner: BoxCloneService<Req, Res, CallError>,
+) -> BoxCloneService<Req, Res, CallError> {
+    let first = Arc::new(AtomicU32::new(seconds));
+    BoxCloneService::new(service_fn(move |request: Req| -> Answer {
+        let wait = first.swap(0, Ordering::Relaxed);
+        let answer: Answer = Box::pin(inner.clone().oneshot(request));
+        Box::pin(async move {
+            if wait > 0 {
+                sleep(wait * SECOND).await;
+            }
+            answer.await
+        })
+    }))
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_held_up_above_the_connection_is_not_sent_after_its_time() {
+    // A layer between holds the first attempt up beyond its time: whether it lets go of it before the
+    // quarantine, which is longer than the server's longest time, is over, or while the check runs, or keeps
+    // it, there is one effect. And so over a connection alone and under a layer that reconnects.
+    for held_up in [15, 17, 1_000] {
+        for reconnects in [false, true] {
+            let lab = Lab::new();
+            let begun = Arc::new(AtomicU32::new(0));
+            for _ in 0..2 {
+                let begun = Arc::clone(&begun);
+                lab.write(Box::new(move |request: Req| {
+                    let activity = request.context().activity().unwrap().clone();
+                    if !activity.adopt() {
+                        return Box::pin(ready(Err(CallError::not_sent("its time is up"))));
+                    }
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    activity.sent();
+                    Box::pin(later(5 * SECOND, Ok(1))(request))
+                }));
+            }
+            let check = |doubt: Doubt| async move {
+                sleep(2 * SECOND).await;
+                Ok(doubt.not_landed())
+            };
+            let layer = WriteSafetyLayer::new(check).attempt_timeout(10 * SECOND).quarantine(6 * SECOND);
+            let below = match reconnects {
+                false => BoxCloneService::new(lab.connection()),
+                true => BoxCloneService::new(ReconnectLayer::once().layer(lab.connector())),
+            };
+            let service = layer.layer(held_up_by(held_up, below));
+            let service = DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()).layer(service);
+            let answer: Answer = Box::pin(service.oneshot(write()));
+            assert!(answer.await.is_ok());
+            sleep(2_000 * SECOND).await;
+            assert_eq!(begun.load(Ordering::Relaxed), 1, "{:?}", lab.log.timed());
+        }
     }
 }
 
@@ -1394,7 +1452,7 @@ async fn a_write_that_never_reached_a_connection_or_was_withdrawn_is_not_abandon
     let lab = Lab::new();
     lab.write(Box::new(|request: Req| {
         let activity = request.context().activity().unwrap().clone();
-        activity.adopt();
+        assert!(activity.adopt());
         let guard = Withdraw(activity);
         Box::pin(async move {
             let _guard = guard;

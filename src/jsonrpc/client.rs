@@ -209,8 +209,9 @@ impl Client {
         {
             return ResponseFuture::not_sent(closure, request);
         }
-        if let Some(activity) = request.context().activity() {
-            activity.adopt();
+        if request.context().activity().is_some_and(|activity| !activity.adopt()) {
+            let error = named(CallError::attempt_timeout(Delivery::NotSent), &request);
+            return ResponseFuture(Phase::Failed(error.with_request(request)));
         }
         let exchange = Arc::new(Exchange::new(request, kind));
         let waker = {

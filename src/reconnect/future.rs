@@ -86,12 +86,18 @@ where
         outermost: bool,
         local: &Arc<Local<M>>,
         connection: &mut M::Response,
-    ) -> Self {
+    ) -> Self
+    where
+        Req: Send + 'static,
+    {
         let mut call = Facts::of(&request, effect, outermost);
         if !local.generation.has_shown(effect) {
             call.name = request.name();
         }
-        call.mark(local);
+        if !call.mark(local) {
+            let error = call.unsent(CallError::attempt_timeout(Delivery::NotSent), Some(request));
+            return Self::new(State::Refused(Some(error)), call);
+        }
         let future = connection.call(request);
         Self::new(State::Sent { future, local: Arc::clone(local) }, call)
     }
@@ -230,7 +236,10 @@ where
                             };
                             return Poll::Ready(Err(call.unsent(error, Some(request))));
                         }
-                        call.mark(local);
+                        if !call.mark(local) {
+                            let error = CallError::attempt_timeout(Delivery::NotSent);
+                            return Poll::Ready(Err(call.unsent(error, Some(request))));
+                        }
                         let future = connection.call(request);
                         let local = Arc::clone(local);
                         this.state.set(State::Sent { future, local });
@@ -312,11 +321,11 @@ impl Facts {
         }
     }
 
-    /// Notes, for who wants to know, on what connection the call is.
-    fn mark<M: Service<()>>(&self, local: &Local<M>) {
-        if let Some(activity) = &self.activity {
-            activity.on_generation(local.generation.number, local.generation.began);
-        }
+    /// Notes, for who wants to know, on what connection the call is; `false` if it must not be sent, since
+    /// whoever made the attempt has stopped counting on it.
+    fn mark<M: Service<()>>(&self, local: &Local<M>) -> bool {
+        let (number, began) = (local.generation.number, local.generation.began);
+        self.activity.as_ref().is_none_or(|activity| activity.on_generation(number, began))
     }
 
     /// Whether the deadline has passed. The first poll reads no clock.
@@ -567,12 +576,12 @@ mod tests {
         let (client, ..) = client([
             |request| {
                 let activity = Arc::clone(request.context().activity().unwrap());
-                activity.adopt();
+                assert!(activity.adopt());
                 activity.withdrawn();
                 closed(request)
             },
             |request| {
-                request.context().activity().unwrap().adopt();
+                assert!(request.context().activity().unwrap().adopt());
                 Ok(1)
             },
         ]);

@@ -284,8 +284,10 @@ where
                     if let Some(sleep) = timer.as_mut().as_pin_mut()
                         && sleep.poll(cx).is_ready()
                     {
-                        // Once more, now past its time: what is still queued is withdrawn.
+                        // Once more, now past its time: what is still queued is withdrawn, and what some layer
+                        // below holds up must not be sent later, when the fence has been found to hold.
                         self.timed_out = true;
+                        self.current.activity.close();
                         continue;
                     }
                 }
@@ -712,6 +714,7 @@ where
 
     /// The deadline has passed: what is known so far.
     fn out_of_time(&mut self, pending: bool) -> CallError {
+        self.current.activity.close();
         let reason = self.doubt.as_ref().and_then(|doubt| doubt.reason.clone());
         if self.way.is_some() {
             self.attempts.extend(self.replaced.take());
@@ -808,6 +811,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     /// The caller went away. `pending` says whether an attempt may still be with the server.
     fn abandon(&mut self, pending: bool) {
+        self.current.activity.close();
         let settled = self.replaced.is_some();
         self.attempts.extend(self.replaced.take());
         let in_doubt = pending && !settled && !self.current.activity.was_withdrawn();

@@ -81,8 +81,11 @@ pub fn on(result: oneshot::Receiver<Result<Res, CallError>>) -> Step {
 pub fn marked(wait: Duration, result_after: Duration, result: Result<Res, CallError>) -> Step {
     Box::new(move |request: Req| {
         let activity = request.context().activity().expect("a write has one").clone();
-        activity.adopt();
+        let over = !activity.adopt();
         Box::pin(async move {
+            if over {
+                return Err(CallError::not_sent("its time is up"));
+            }
             let start = Instant::now();
             if wait < result_after {
                 sleep(wait).await;
