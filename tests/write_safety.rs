@@ -639,6 +639,20 @@ async fn a_half_written_request_is_never_replayed_by_a_declared_fence() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_declared_fence_does_not_hold_if_the_request_was_not_sent_when_its_check_began() {
+    // The check looks at 3 s, the last byte leaves at 5 s, the verdict comes at 6 s.
+    let lab = Lab::new();
+    lab.write(marked(5 * SECOND, 1_000 * SECOND, Ok(1)));
+    let layer = WriteSafetyLayer::new(|doubt: Doubt| async move {
+        sleep(3 * SECOND).await;
+        Ok(because(&doubt))
+    });
+    let error = service(&lab, layer.attempt_timeout(3 * SECOND)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    assert!(notes(&error).contains("not sent to its end"), "{error}");
+}
+
 /// A layer that holds the first request up for so many seconds.
 fn held_up_by(
     seconds: u32,

@@ -72,6 +72,8 @@ where
             return Verdict::Unknown("the checks are shut down".into());
         };
         facts.checking.store(true, Ordering::Relaxed);
+        // What such a check finds absent may leave while it looks.
+        let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
         let now = Instant::now();
         let until = check_until(config.check_timeout, facts.deadline, now);
         let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
@@ -101,6 +103,13 @@ where
                 facts.checking.store(false, Ordering::Relaxed);
                 // Never in a busy loop, whatever the check asks for.
                 tokio::time::sleep(recheck_after.max(LEAST_RECHECK)).await;
+            }
+            Verdict::NotLanded(fence) if unsent && fence.basis() == FenceBasis::Declared => {
+                return Verdict::Unknown(
+                    "absent, but the request was not sent to its end when the check began, so that no \
+                     declared fence holds"
+                        .into(),
+                );
             }
             Verdict::InFlight { .. } => {
                 return Verdict::Unknown("still being processed, and no time to ask again".into());
@@ -207,6 +216,11 @@ async fn last_byte(facts: &Facts) -> Instant {
         (Err(_), None) => Poll::Pending,
     })
     .await
+}
+
+/// Whether bytes of the attempt are still to be sent, as far as its connection tells.
+async fn is_unsent(activity: &Activity) -> bool {
+    poll_fn(|cx| Poll::Ready(activity.poll_sent(cx).is_err())).await
 }
 
 /// Until when a check may take: by default a third of the time left, and at most 10 s.
