@@ -30,8 +30,12 @@ pub(crate) trait Connection: Send + Sync {
 
 /// The connection as one of this crate's, if it is one.
 pub(crate) fn known<C: 'static>(connection: &C) -> Option<Arc<dyn Connection>> {
-    let client = (connection as &dyn Any).downcast_ref::<crate::jsonrpc::Client>()?;
-    Some(Arc::new(client.clone()))
+    let connection = connection as &dyn Any;
+    if let Some(client) = connection.downcast_ref::<crate::jsonrpc::Client>() {
+        return Some(Arc::new(client.clone()));
+    }
+    let connection = connection.downcast_ref::<crate::mcp::Connection>()?;
+    Some(Arc::new(connection.clone()))
 }
 
 /// What says what effect a request has, and on what basis; `None` keeps the request's own.

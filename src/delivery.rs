@@ -130,6 +130,12 @@ pub enum Refusal {
     Overloaded(&'static str),
     /// A probe of an effect check that is not read-only.
     NotAProbe,
+    /// The call asks for a page of a list by a cursor that another session handed out. Begin again with the
+    /// first page.
+    CursorOfAnotherSession,
+    /// The call was taken for harmless by a trusted annotation of the server, and on this connection the
+    /// server says otherwise. Nothing was sent; a new call is judged anew.
+    EffectChanged,
 }
 
 impl fmt::Display for Refusal {
@@ -145,6 +151,12 @@ impl fmt::Display for Refusal {
             Refusal::NotAProbe => {
                 f.write_str("a probe must be read-only, and the stack classifies this call as a write")
             }
+            Refusal::CursorOfAnotherSession => {
+                f.write_str("the cursor is of another session; begin again with the first page")
+            }
+            Refusal::EffectChanged => f.write_str(
+                "the server's annotation, by which the call was taken for harmless, no longer says so",
+            ),
         }
     }
 }

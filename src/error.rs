@@ -18,7 +18,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
+    Basis, BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
     delivery::ConnectError,
     write_safety::{Fence, FenceBasis},
 };
@@ -68,6 +68,7 @@ struct Inner {
     /// `None`: by the cause's evidence and the effect.
     delivery: Option<Delivery>,
     effect: Option<Effect>,
+    basis: Option<Basis>,
     method: Cow<'static, str>,
     attempts: Vec<Attempt>,
     retry_after: Option<Duration>,
@@ -191,6 +192,11 @@ impl CallError {
         self.0.effect.unwrap_or(Effect::Write)
     }
 
+    /// Who said so; [`Basis::Default`] while no layer has said otherwise.
+    pub fn basis(&self) -> Basis {
+        self.0.basis.unwrap_or_default()
+    }
+
     /// What is known about the call, over all attempts that no verdict has settled: if one attempt of a
     /// write is ambiguous, it is [`Outcome::Unknown`], also when a later attempt failed harmlessly.
     pub fn outcome(&self) -> Outcome {
@@ -290,6 +296,7 @@ impl CallError {
             scope,
             delivery,
             effect: None,
+            basis: None,
             method: Cow::Borrowed(""),
             attempts: Vec::new(),
             retry_after: None,
@@ -372,6 +379,7 @@ impl CallError {
     fn facts(&self) -> Self {
         let mut facts = Self::new(self.0.cause.clone(), self.0.scope, self.0.delivery);
         facts.0.effect = self.0.effect;
+        facts.0.basis = self.0.basis;
         facts.0.method = self.0.method.clone();
         facts.0.attempts = self.0.attempts.clone();
         facts.0.retry_after = self.0.retry_after;
@@ -406,6 +414,12 @@ impl CallError {
         if self.0.method.is_empty() && !method.is_empty() {
             self.0.method = Cow::Owned(method.to_owned());
         }
+        self
+    }
+
+    /// Says who judged the call, if no layer further down has.
+    pub(crate) fn judged_by(mut self, basis: Basis) -> Self {
+        self.0.basis.get_or_insert(basis);
         self
     }
 

@@ -143,6 +143,8 @@ pub struct DoubtReport {
     pub method: String,
     /// What it may do.
     pub effect: Effect,
+    /// Who said so.
+    pub basis: Basis,
     /// Its attempts, in their order.
     pub attempts: Vec<Attempt>,
     /// What ended the doubt; `None` where no check came to a verdict.
@@ -211,7 +213,11 @@ impl Events {
             call,
             method: error.method().to_owned(),
             effect: error.effect(),
-            basis,
+            // The layer that reports may be outside of the one that judged the call.
+            basis: match error.basis() {
+                Basis::Default => basis,
+                judged => judged,
+            },
             attempts: error.attempts().to_vec(),
             outcome: Some(error.outcome()),
             notes: error.notes().map(str::to_owned).collect(),

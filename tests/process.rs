@@ -6,7 +6,6 @@ use std::{os::unix::process::ExitStatusExt, time::Duration};
 use goaround::{
     BoxError, CallError, Cause, Exit, Outcome,
     jsonrpc::{Client, Request},
-    mcp,
     stdio::{self, Child, SpawnError},
 };
 use tokio::{process::Command, sync::mpsc};
@@ -295,32 +294,4 @@ async fn a_connect_that_is_dropped_while_it_waits_for_the_last_group_loses_nothi
     });
     let client = connect(&mut connector).await;
     assert!(!is_alive(first) && is_alive(number(&client, "pid").await));
-}
-
-#[tokio::test]
-async fn an_mcp_server_is_shaken_hands_with_again_after_each_start() {
-    // The shell's answer to `initialize` is a text, which is no handshake.
-    let mut connector = mcp::stdio(command("", ""));
-    let error = connector.call(()).await.unwrap_err();
-    assert!(error.to_string().contains("malformed"), "{error}");
-
-    let initialize = r#"answer() { case $method in
-        initialize) set -- '{"protocolVersion":"2025-06-18","capabilities":{},
-            "serverInfo":{"name":"shell","version":"1"}}' ;; esac
-        printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$(echo "$1" | tr -d '\n')"; }"#;
-    let mut connector = mcp::stdio(command(initialize, "")).exit_ends_effects();
-    for _ in 0..2 {
-        let client = connect(&mut connector).await;
-        assert_eq!(text(&client, "tools/list").await.unwrap(), "tools/list");
-        lost(&client, "kill").await;
-    }
-}
-
-#[tokio::test]
-async fn an_mcp_server_that_dies_in_the_handshake_is_said_to_with_its_status() {
-    let mut connector = mcp::stdio(command("echo no config >&2; exit 42", ""));
-    let error = connector.call(()).await.unwrap_err().downcast::<mcp::HandshakeError>().unwrap();
-    assert_eq!(error.to_string(), "the connection closed during the handshake (exit status: 42)");
-    let mcp::HandshakeError::Closed { stderr, .. } = *error else { panic!("{error:?}") };
-    assert_eq!(stderr, ["no config"]);
 }

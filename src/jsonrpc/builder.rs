@@ -1,6 +1,11 @@
 //! How a [`Client`] is set up.
 
-use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
 
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -31,6 +36,7 @@ pub struct Builder {
     pub(super) probe: Option<(Request, Duration)>,
     pub(super) cancel: Option<Cancel>,
     pub(super) process: Option<Process>,
+    pub(super) dropped_answers: Option<Arc<AtomicU64>>,
 }
 
 /// The process at the other end, as its connector knows it.
@@ -57,6 +63,7 @@ impl Default for Builder {
             probe: None,
             cancel: Some(Arc::new(cancelled)),
             process: None,
+            dropped_answers: None,
         }
     }
 }
@@ -136,6 +143,12 @@ impl Builder {
         self
     }
 
+    /// Where the answers to the peer's requests are counted that are lost with this connection.
+    pub(crate) fn count_dropped_answers(mut self, count: Arc<AtomicU64>) -> Self {
+        self.dropped_answers = Some(count);
+        self
+    }
+
     /// Connects over that transport, by a task on the current tokio runtime.
     ///
     /// Outside of a runtime the client refuses each call.
@@ -156,8 +169,7 @@ impl Builder {
         } else if let Ok(runtime) = runtime {
             let limits = Limits { line: self.max_line, exact_writes: self.exact_writes };
             let process = process.map(|process| process.exited);
-            let driver =
-                Driver::new(shared, Box::pin(io), limits, self.handler, self.probe, self.cancel, process);
+            let driver = Driver::new(shared, Box::pin(io), limits, self.handler, self.cancel, process);
             runtime.spawn(driver);
         }
         client

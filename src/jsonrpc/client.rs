@@ -7,7 +7,7 @@ use std::{
     mem,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker, ready},
@@ -57,10 +57,15 @@ pub(super) struct Shared {
     closed: watch::Sender<Option<Closure>>,
     /// How many messages of the peer could not be used.
     pub(super) ignored: AtomicU64,
+    /// How many answers to the peer's requests were lost with the connection.
+    pub(super) dropped_answers: AtomicU64,
+    /// The same, over all connections of a connector.
+    pub(super) dropped_in_all: Option<Arc<AtomicU64>>,
     wrong: Option<&'static str>,
     max_in_flight: usize,
     peer: Mutex<Option<Peer>>,
-    probe: Option<(Request, Duration)>,
+    /// Set when the connection is set up, or by a handshake.
+    probe: OnceLock<(Request, Duration)>,
     process: Option<ProcessFacts>,
 }
 
@@ -178,6 +183,12 @@ impl Client {
         }
     }
 
+    /// How many answers of ours to the peer's requests were lost, since the connection closed before they were
+    /// written. They are sent over no other connection.
+    pub fn dropped_answers(&self) -> u64 {
+        self.0.shared.dropped_answers.load(Ordering::Relaxed)
+    }
+
     /// How many messages of the peer could not be used: what is not JSON-RPC, answers to no call of this
     /// connection, messages above the size limit that are no answers.
     pub fn ignored(&self) -> u64 {
@@ -197,6 +208,16 @@ impl Client {
     /// Notes who is there, as a handshake has said.
     pub(crate) fn set_peer(&self, peer: Peer) {
         *self.0.shared.peer.lock().unwrap_or_else(PoisonError::into_inner) = Some(peer);
+    }
+
+    /// Sets the probe of a connection that was set up without one, once a handshake knows what to ask.
+    pub(crate) fn set_probe(&self, request: Request, timeout: Duration) {
+        let _ = self.0.shared.probe.set((request, timeout));
+    }
+
+    /// A handle that does not keep the connection open.
+    pub(crate) fn downgrade(&self) -> WeakClient {
+        WeakClient(Arc::downgrade(&self.0.shared))
     }
 
     fn start(&self, request: Request, kind: Kind) -> ResponseFuture {
@@ -236,6 +257,24 @@ impl Client {
             waker.wake();
         }
         ResponseFuture(Phase::Waiting { handle: self.0.clone(), exchange, polled: false })
+    }
+}
+
+/// A [`Client`] that does not keep its connection open.
+pub(crate) struct WeakClient(Weak<Shared>);
+
+impl WeakClient {
+    /// The client, while somebody else holds the connection open.
+    pub(crate) fn upgrade(&self) -> Option<Client> {
+        let shared = self.0.upgrade()?;
+        {
+            let mut state = shared.lock();
+            if state.handles == 0 {
+                return None;
+            }
+            state.handles += 1;
+        }
+        Some(Client(Arc::new(Handle { shared })))
     }
 }
 
@@ -290,7 +329,7 @@ impl Connection for Client {
     }
 
     fn probe(&self) -> Option<(String, BoxFuture<Result<(), CallError>>)> {
-        let (request, timeout) = self.0.shared.probe.clone()?;
+        let (request, timeout) = self.0.shared.probe()?;
         let name = request.method().to_owned();
         let client = self.clone();
         let probe = async move {
@@ -343,10 +382,12 @@ impl Shared {
             is_closed: AtomicBool::new(false),
             closed: watch::Sender::new(None),
             ignored: AtomicU64::new(0),
+            dropped_answers: AtomicU64::new(0),
+            dropped_in_all: builder.dropped_answers.clone(),
             wrong,
             max_in_flight: builder.max_in_flight,
             peer: Mutex::new(None),
-            probe: builder.probe.clone(),
+            probe: builder.probe.clone().map(OnceLock::from).unwrap_or_default(),
             process: process.map(|process| ProcessFacts {
                 exit: process.exit.clone(),
                 ends_effects: process.ends_effects,
@@ -362,6 +403,11 @@ impl Shared {
 
     fn closure(&self) -> Option<Closure> {
         self.lock().closure.clone()
+    }
+
+    /// The request that shows whether a silent peer is still there.
+    pub(super) fn probe(&self) -> Option<(Request, Duration)> {
+        self.probe.get().cloned()
     }
 
     /// The closure that ends this connection now.
@@ -455,6 +501,14 @@ impl ResponseFuture {
         Self(Phase::Failed(named(error, request)))
     }
 
+    /// The id on the wire, once the request was taken to be written and while it is waited for.
+    pub(crate) fn wire_id(&self) -> Option<u64> {
+        match &self.0 {
+            Phase::Waiting { exchange, .. } => Some(exchange.id()).filter(|id| *id != 0),
+            _ => None,
+        }
+    }
+
     fn not_sent(closure: Closure, request: Request) -> Self {
         let error = named(CallError::of_closure(closure, Delivery::NotSent), &request);
         Self(Phase::Failed(error.with_request(request)))
@@ -518,7 +572,7 @@ fn poll_waiting(
     if exchange.frame.withdraw() {
         shared.withdrawn(exchange);
         let error = if at_deadline {
-            if shared.probe.is_some() {
+            if shared.probe.get().is_some() {
                 shared.note(Note::Expired(exchange.clone()));
             }
             CallError::deadline(Delivery::NotSent)

@@ -24,13 +24,13 @@ use tokio::{
 use tokio_util::{codec::Decoder, io::poll_read_buf};
 
 use super::{
-    Notification, Request, Response, ServerRequest,
+    Notification, Response, ServerRequest,
     builder::Cancel,
     client::{Note, Shared, named},
     codec::{Lines, Piece},
     exchange::{Exchange, Outcome},
     handler::{AnyHandler, internal, not_found},
-    message::{Incoming, read_line, write_answer},
+    message::{Incoming, LISTEN, read_line, write_answer},
 };
 use crate::{
     Activity, Call, CallError, CallId, Cause, Closure, Delivery, Event, Evidence, Scope, ServerError,
@@ -77,7 +77,7 @@ pub(super) struct Driver {
     input: BytesMut,
     out: Out,
     /// Frames of our own: answers, cancellations, probes.
-    own: VecDeque<Vec<u8>>,
+    own: VecDeque<Own>,
     last_id: u64,
     /// Calls whose frames are written.
     pending: Pending,
@@ -104,6 +104,13 @@ pub(super) struct Driver {
     end: Option<Cow<'static, str>>,
 }
 
+/// A frame that belongs to no call.
+struct Own {
+    frame: Vec<u8>,
+    /// Whether it answers a request of the peer.
+    answers: bool,
+}
+
 /// What is being written.
 #[derive(Default)]
 struct Out {
@@ -125,8 +132,8 @@ struct Mark {
 }
 
 /// What is known of a peer that is not heard.
+#[derive(Default)]
 struct Silence {
-    probe: Option<(Request, Duration)>,
     /// The probe's id, also after it has done its work.
     id: Option<u64>,
     probing: Option<Pin<Box<Sleep>>>,
@@ -147,7 +154,6 @@ impl Driver {
         io: Pin<Box<dyn Io>>,
         limits: Limits,
         handler: Option<Arc<dyn AnyHandler>>,
-        probe: Option<(Request, Duration)>,
         cancel: Option<Cancel>,
         exited: Option<BoxFuture<()>>,
     ) -> Self {
@@ -171,7 +177,7 @@ impl Driver {
             notes: Vec::new(),
             batch: Vec::new(),
             heard: 0,
-            silence: Silence { probe, id: None, probing: None, doomed: None },
+            silence: Silence::default(),
             exited,
             draining: None,
             leaving: None,
@@ -227,7 +233,7 @@ impl Driver {
         if let Ok(Some(notification)) = told {
             let mut frame = Vec::with_capacity(notification.size());
             notification.write(None, &mut frame);
-            self.own.push_back(frame);
+            self.own.push_back(Own { frame, answers: false });
         }
     }
 
@@ -301,9 +307,9 @@ impl Driver {
     fn gather(&mut self) -> bool {
         self.out.reset();
         while self.out.bytes.len() < BATCH
-            && let Some(frame) = self.own.pop_front()
+            && let Some(own) = self.own.pop_front()
         {
-            self.out.bytes.extend_from_slice(&frame);
+            self.out.bytes.extend_from_slice(&own.frame);
         }
         // What is sent to a peer that counts as gone would be in doubt for nothing.
         if self.silence.doomed.is_some() {
@@ -490,7 +496,7 @@ impl Driver {
     fn respond(&mut self, id: &str, answer: &Result<Response, ServerError>) {
         let mut frame = Vec::new();
         write_answer(id, answer, &mut frame);
-        self.own.push_back(frame);
+        self.own.push_back(Own { frame, answers: true });
     }
 
     fn poll_answering(&mut self, cx: &mut Context<'_>) -> bool {
@@ -541,11 +547,11 @@ impl Driver {
         if self.silence.probing.is_some() || self.silence.doomed.is_some() || self.draining.is_some() {
             return;
         }
-        let Some((probe, timeout)) = self.silence.probe.clone() else { return };
+        let Some((probe, timeout)) = self.shared.probe() else { return };
         let id = self.next_id();
         let mut frame = Vec::with_capacity(probe.size());
         probe.write(Some(id), &mut frame);
-        self.own.push_back(frame);
+        self.own.push_back(Own { frame, answers: false });
         self.silence.id = Some(id);
         self.silence.probing = Some(Box::pin(sleep(timeout)));
     }
@@ -559,6 +565,8 @@ impl Driver {
         let calls: Vec<_> = written
             .chain(begun)
             .filter(|exchange| exchange.answered && !exchange.is_given_up())
+            // A stream that waits for ever is no reason to wait.
+            .filter(|exchange| exchange.request.method() != LISTEN)
             .map(|exchange| {
                 (exchange.id(), exchange.request.context().deadline().instant().unwrap_or(patience))
             })
@@ -663,6 +671,17 @@ impl Driver {
             end(&exchange, ambiguous(&exchange, &closure));
         }
         self.answering.abort_all();
+        self.count_dropped_answers();
+    }
+
+    /// What was not answered is answered nowhere else: the peer that asked is gone.
+    fn count_dropped_answers(&self) {
+        let unwritten = self.own.iter().filter(|own| own.answers).count();
+        let dropped = (self.asked.len() + unwritten) as u64;
+        self.shared.dropped_answers.fetch_add(dropped, Ordering::Relaxed);
+        if let Some(in_all) = &self.shared.dropped_in_all {
+            in_all.fetch_add(dropped, Ordering::Relaxed);
+        }
     }
 }
 

@@ -45,7 +45,7 @@ impl<H: Handler> Handler for Arc<H> {
 }
 
 /// A [`Handler`], erased.
-pub(super) trait AnyHandler: Send + Sync {
+pub(crate) trait AnyHandler: Send + Sync {
     fn request(self: Arc<Self>, request: ServerRequest) -> BoxFuture<Result<Response, ServerError>>;
 
     /// `false` if it panicked.

@@ -9,7 +9,10 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use crate::{Call, CallContext, Effect, ServerError};
+use crate::{Call, CallContext, Deadline, Effect, ServerError};
+
+/// MCP's stream of notifications, whose answer comes when it ends.
+pub(super) const LISTEN: &str = "subscriptions/listen";
 
 /// A JSON-RPC request: a method and its parameters as JSON text.
 ///
@@ -35,6 +38,9 @@ impl Request {
     /// A request of that method. Parameters must be a JSON object or array; those that serialize to `null`,
     /// such as `()`, are absent.
     ///
+    /// MCP's `subscriptions/listen`, which is answered only when it ends, has no deadline unless it is given
+    /// one.
+    ///
     /// # Errors
     ///
     /// If the parameters cannot be serialized, or are of another kind.
@@ -52,7 +58,12 @@ impl Request {
                 ));
             }
         };
-        Ok(Self { method: method.into(), params, context: CallContext::new() })
+        let method = method.into();
+        let mut context = CallContext::new();
+        if method == LISTEN {
+            context.set_deadline(Deadline::Never);
+        }
+        Ok(Self { method, params, context })
     }
 
     /// The method.
@@ -77,6 +88,16 @@ impl Request {
     /// The same request for another attempt of the same call.
     pub(crate) fn for_attempt(&self) -> Self {
         Self { method: self.method.clone(), params: self.params.clone(), context: self.context.for_attempt() }
+    }
+
+    /// The parameters, to be kept.
+    pub(crate) fn shared_params(&self) -> Option<Arc<RawValue>> {
+        self.params.clone()
+    }
+
+    /// Puts other parameters, which must be one line of JSON, in place of its own.
+    pub(crate) fn replace_params(&mut self, params: Option<Arc<RawValue>>) {
+        self.params = params;
     }
 
     /// About how long its frame is.
@@ -294,7 +315,7 @@ impl<'a> Incoming<'a> {
 
 /// The id of ours that this JSON is: a number as we write it, or that number as a string, since some peers
 /// make strings of all ids.
-pub(super) fn own_id(json: &str) -> Option<u64> {
+pub(crate) fn own_id(json: &str) -> Option<u64> {
     let digits = json.strip_prefix('"').map_or(Some(json), |json| json.strip_suffix('"'))?;
     let canonical = match digits.as_bytes() {
         [b'0'] => true,

@@ -42,6 +42,9 @@ mod tests;
 
 pub use builder::Builder;
 pub(crate) use builder::Process;
+pub(crate) use client::WeakClient;
 pub use client::{Client, ResponseFuture};
+pub(crate) use handler::AnyHandler;
 pub use handler::{Handler, Notification, ServerRequest};
+pub(crate) use message::own_id;
 pub use message::{Request, Response};

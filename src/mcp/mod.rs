@@ -3,15 +3,27 @@
 //! [`stdio`](stdio()) is the connector for a server that runs as a child process: everything that
 //! [`crate::stdio`] says of child processes, and on top of it
 //!
-//! - the `initialize` handshake on each new connection, for the protocol's versions up to 2025-11-25,
-//! - `ping` as the question that decides whether a silent server is still there, and the answer to the
-//!   server's own `ping`,
+//! - the beginning of each connection in all versions of the protocol: `server/discover` first and, for servers
+//!   up to 2025-11-25, the `initialize` handshake ([`Era`]),
+//! - the state of a session, restored after a reconnect before any call runs: log level, subscriptions, streams of
+//!   notifications ([`Connection`]),
+//! - `ping` or `server/discover` as the question that decides whether a silent server is still there, and the
+//!   answer to the server's own `ping`,
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by
-//!   the caller's word. A `tools/call` is a write unless the caller says otherwise.
+//!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
+//!   says otherwise.
 
+mod catalog;
+mod connection;
+mod envelope;
+mod handshake;
 mod methods;
 mod rules;
 mod session;
+mod settings;
+mod stats;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fmt,
@@ -23,12 +35,15 @@ use std::{
 use tokio::process::Command;
 use tower::Service;
 
-use self::session::{Pings, Session};
 pub use self::{
+    connection::{Connection, ResponseFuture},
+    handshake::HandshakeError,
     methods::{METHODS, Method, ProtocolVersion, effect},
     rules::ToolRules,
-    session::HandshakeError,
+    settings::Era,
+    stats::Stats,
 };
+use self::{session::Memory, settings::Settings};
 use crate::{
     BoxError,
     connection::{BoxFuture, Classifier},
@@ -40,9 +55,6 @@ use crate::{
 /// The stack around an MCP server that is a child process.
 pub type Client = crate::Stack<Stdio, Request, jsonrpc::Response>;
 
-/// How long the answer to a `ping` may take.
-const PING: Duration = Duration::from_secs(5);
-
 /// A connector that starts `command`, an MCP server, for each connection. See [`stdio::child`].
 ///
 /// ```no_run
@@ -53,69 +65,98 @@ const PING: Duration = Duration::from_secs(5);
 /// let mut connector = mcp::stdio(tokio::process::Command::new("invoice-server"))
 ///     .client_info("my-agent", "1.0.0")
 ///     .tools(mcp::ToolRules::new().read_only(["get_invoice"]));
-/// let client = connector.call(()).await?;
-/// let tools = client.request(Request::new("tools/list", ())?).await?;
+/// let connection = connector.call(()).await?;
+/// let tools = connection.request(Request::new("tools/list", ())?).await?;
 /// # Ok(())
 /// # }
 /// ```
 pub fn stdio(command: Command) -> Stdio {
-    let mut child = stdio::child(command).handler(Pings(()));
-    if let Ok(ping) = Request::new("ping", ()) {
-        child = child.probe(ping, PING);
-    }
-    Stdio { child, session: Session::default(), tools: ToolRules::new() }
+    Stdio { child: stdio::child(command), settings: Settings::default(), memory: Arc::default() }
 }
 
 /// The connector for MCP servers that are child processes. [`stdio`](stdio()) makes one.
 ///
-/// As a `Service<()>` it is always ready, and each call starts a child, connects to it and shakes hands. To
-/// drop such a call's future ends the child. Its error is a [`SpawnError`](stdio::SpawnError) or a
-/// [`HandshakeError`].
+/// As a `Service<()>` it is always ready, and each call starts a child, connects to it, agrees with it on a
+/// version and restores the session. To drop such a call's future ends the child. Its error is a
+/// [`SpawnError`](stdio::SpawnError) or a [`HandshakeError`].
+///
+/// It has no time limit of its own for a server that never answers; the connect timeout of the
+/// [`ReconnectLayer`](crate::ReconnectLayer) covers it.
+///
+/// One connector is for one server, and remembers what it has learnt of it: the era, the state of the session,
+/// the list of tools.
 pub struct Stdio {
     child: Child,
-    session: Session,
-    tools: ToolRules,
+    settings: Settings,
+    memory: Arc<Memory>,
 }
 
 impl Stdio {
     /// Who the client is, for the server. By default this crate's name and version.
     #[must_use]
     pub fn client_info(mut self, name: impl Into<String>, version: impl Into<String>) -> Self {
-        self.session.client = Implementation::new(name, version);
+        self.settings.client = Implementation::new(name, version);
         self
     }
 
-    /// What the client can do, for the server: the object `capabilities` of `initialize`. By default empty.
+    /// What the client can do, for the server: the object `capabilities` of `initialize`, and the
+    /// `clientCapabilities` of each request on 2026-07-28. By default empty.
     ///
     /// Whoever says `sampling`, `roots` or `elicitation` here has a [`handler`](Stdio::handler) for it.
     #[must_use]
     pub fn capabilities(mut self, capabilities: serde_json::Value) -> Self {
-        self.session.capabilities = capabilities;
+        self.settings.capabilities = capabilities;
         self
     }
 
-    /// Which version to offer: by default 2025-11-25. The server may answer with any other that this crate
-    /// knows and that has a handshake.
+    /// Which era of the protocol the server is of; by default it is found out ([`Era::Auto`]).
+    #[must_use]
+    pub fn era(mut self, era: Era) -> Self {
+        self.settings.era = era;
+        self
+    }
+
+    /// How long a server may leave `server/discover` unanswered before it is sent `initialize` too; by default
+    /// 3 seconds. What it says to the later one counts, so that a server which is only slow to start is
+    /// understood all the same.
+    #[must_use]
+    pub fn probe_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.probe = timeout;
+        self
+    }
+
+    /// Which version to offer in `initialize`: by default 2025-11-25. The server may answer with any other that
+    /// this crate knows and that has a handshake.
     ///
-    /// Each connect fails if the version has no handshake ([`ProtocolVersion::has_handshake`]).
+    /// Each connect fails if the version has no handshake ([`ProtocolVersion::has_handshake`]); for those see
+    /// [`Era::Discover`].
     #[must_use]
     pub fn protocol_version(mut self, version: ProtocolVersion) -> Self {
-        self.session.offer = version;
+        self.settings.offer = version;
         self
     }
 
     /// What the caller knows of the server's tools. Without it all of them are writes.
     #[must_use]
     pub fn tools(mut self, rules: ToolRules) -> Self {
-        self.tools = rules;
+        self.settings.tools = rules;
         self
     }
 
     /// Who answers the server's requests and gets its notifications, on every connection. The server's `ping`
     /// is answered without it; every other request is, without one, answered with "method not found".
+    ///
+    /// It is the same one over all connections. An answer whose connection is gone when it is there is dropped
+    /// and counted ([`Stats::dropped_answers`]): it belongs to no other.
     #[must_use]
-    pub fn handler(self, handler: impl Handler) -> Self {
-        self.child(|child| child.handler(Pings(handler)))
+    pub fn handler(mut self, handler: impl Handler) -> Self {
+        self.settings.handler = Arc::new(handler);
+        self
+    }
+
+    /// What is counted over all connections of this connector.
+    pub fn stats(&self) -> Stats {
+        self.memory.stats.clone()
     }
 
     /// See [`Child::exit_ends_effects`].
@@ -156,32 +197,30 @@ impl Stdio {
     /// Whether the program is there, as far as that can be seen without starting it, and the version that is
     /// offered has a handshake.
     pub(crate) fn validate(&self) -> Result<(), BoxError> {
-        self.session.validate()?;
+        self.settings.validate()?;
         self.child.validate()
     }
 
     /// What each call may do.
     pub(crate) fn classifier(&self) -> Classifier<Request> {
-        let tools = self.tools.clone();
-        Arc::new(move |request| tools.classify(request))
+        let tools = self.settings.tools.clone();
+        let memory = self.memory.clone();
+        Arc::new(move |request| tools.classify_by(request, |tool| memory.catalog().get(tool)))
     }
 }
 
 impl Service<()> for Stdio {
-    type Response = jsonrpc::Client;
+    type Response = Connection;
     type Error = BoxError;
-    type Future = BoxFuture<Result<jsonrpc::Client, BoxError>>;
+    type Future = BoxFuture<Result<Connection, BoxError>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         Service::<()>::poll_ready(&mut self.child, cx)
     }
 
     fn call(&mut self, (): ()) -> Self::Future {
-        let session = self.session.clone();
-        self.child.connect(Some(Arc::new(move |client| {
-            let session = session.clone();
-            Box::pin(async move { Ok(session.begin(&client).await?) })
-        })))
+        let settings = Arc::new(self.settings.clone());
+        Box::pin(connection::connect(self.child.share(), settings, self.memory.clone()))
     }
 }
 
@@ -189,36 +228,9 @@ impl fmt::Debug for Stdio {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Stdio")
             .field("child", &self.child)
-            .field("client", &self.session.client)
-            .field("tools", &self.tools)
+            .field("client", &self.settings.client)
+            .field("era", &self.settings.era)
+            .field("tools", &self.settings.tools)
             .finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn is_send_and_sync<T: Send + Sync + 'static>(_: &T) {}
-
-    #[test]
-    fn what_can_be_seen_to_be_wrong_is_seen_before_the_start() {
-        let server = || stdio(Command::new(std::env::current_exe().unwrap()));
-        is_send_and_sync(&server());
-        server().validate().unwrap();
-        let wrong = server().protocol_version(ProtocolVersion::V2026_07_28).validate().unwrap_err();
-        assert!(wrong.to_string().contains("2026-07-28"), "{wrong}");
-        if cfg!(unix) {
-            let missing = stdio(Command::new("goaround-no-such-program")).validate().unwrap_err();
-            assert!(missing.to_string().contains("goaround-no-such-program"), "{missing}");
-        }
-    }
-
-    #[test]
-    fn the_classifier_is_that_of_the_rules() {
-        let classifier = stdio(Command::new("x")).tools(ToolRules::new().read_only(["get"])).classifier();
-        let call = |tool| Request::new("tools/call", serde_json::json!({ "name": tool })).unwrap();
-        assert_eq!(classifier(&call("get")), Some((crate::Effect::ReadOnly, crate::Basis::Caller)));
-        assert_eq!(classifier(&call("pay")), None);
     }
 }

@@ -1,6 +1,10 @@
 //! What a call may do, by the protocol's own definition and by the caller's rules for tools.
 
-use std::{collections::HashMap, fmt, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+    sync::Arc,
+};
 
 use serde::{
     Deserializer,
@@ -9,10 +13,14 @@ use serde::{
 
 use crate::{Basis, Call, Effect, jsonrpc::Request};
 
-/// What the caller says of a server's tools, by their names. A tool that no rule names is a write.
+/// What the caller says of a server's tools. What decides about a tool, in this order:
 ///
-/// A tool that two rules name has the stronger effect of the two: a contradiction never turns a write into
-/// something that is repeated.
+/// 1. a rule that names it: [`read_only`](Self::read_only), [`idempotent`](Self::idempotent),
+///    [`write`](Self::write). A tool that two rules name has the stronger effect of the two: a contradiction
+///    never turns a write into something that is repeated.
+/// 2. the server's own annotation, if the caller trusts it: [`trust_annotations`](Self::trust_annotations),
+///    [`trust_annotations_of`](Self::trust_annotations_of).
+/// 3. nothing: it is a write.
 ///
 /// ```
 /// use goaround::{Effect, jsonrpc::Request, mcp::ToolRules};
@@ -29,6 +37,16 @@ use crate::{Basis, Call, Effect, jsonrpc::Request};
 pub struct ToolRules {
     // Shared: a stack and its connector hold the same rules.
     by_name: Arc<HashMap<Box<str>, Effect>>,
+    trust: Trust,
+}
+
+/// Whose annotations count.
+#[derive(Clone, Debug, Default)]
+enum Trust {
+    #[default]
+    None,
+    Of(Arc<HashSet<Box<str>>>),
+    All,
 }
 
 impl ToolRules {
@@ -56,6 +74,48 @@ impl ToolRules {
         self.rule(tools, Effect::Write)
     }
 
+    /// Trusts what the server says of its tools, for those that no rule names.
+    ///
+    /// The protocol calls annotations hints, and says that they are not to be relied on unless they come from a
+    /// trusted server: a server that says `readOnlyHint` of a tool that pays makes this crate pay twice.
+    ///
+    /// `readOnlyHint` makes a tool read-only, `idempotentHint` idempotent; everything else is a write, and so is
+    /// a tool whose hints contradict each other (read-only and destructive), are no booleans, or differ between
+    /// two entries of the same name. The tools are listed when a connection begins, before any call runs on it,
+    /// and again when the server says that the list has changed; on a list that cannot be read, all are writes.
+    /// As long as nothing has been connected, nothing is known: the first call of all is a write, unless a rule
+    /// names its tool.
+    #[must_use]
+    pub fn trust_annotations(mut self) -> Self {
+        self.trust = Trust::All;
+        self
+    }
+
+    /// The same for these tools only.
+    #[must_use]
+    pub fn trust_annotations_of<I: IntoIterator<Item: Into<String>>>(mut self, tools: I) -> Self {
+        let tools = tools.into_iter().map(|tool| tool.into().into_boxed_str());
+        match &mut self.trust {
+            Trust::All => {}
+            Trust::Of(trusted) => Arc::make_mut(trusted).extend(tools),
+            Trust::None => self.trust = Trust::Of(Arc::new(tools.collect())),
+        }
+        self
+    }
+
+    /// Whether the server's list of tools is of any use.
+    pub(super) fn asks_the_server(&self) -> bool {
+        !matches!(self.trust, Trust::None)
+    }
+
+    fn trusts(&self, tool: &str) -> bool {
+        match &self.trust {
+            Trust::None => false,
+            Trust::Of(tools) => tools.contains(tool),
+            Trust::All => true,
+        }
+    }
+
     fn rule<I: IntoIterator<Item: Into<String>>>(mut self, tools: I, effect: Effect) -> Self {
         let by_name = Arc::make_mut(&mut self.by_name);
         for tool in tools {
@@ -75,7 +135,19 @@ impl ToolRules {
     /// - A `tools/call`, `prompts/get` or `resources/read` that carries on an earlier one, with
     ///   `inputResponses` or `requestState` (2026-07-28), is a write in any case: its state may be good for
     ///   one use only, and what was asked of the user must not be answered twice.
+    ///
+    /// Annotations are not in the rules; the connector's own classifier, which the
+    /// [`Stack`](crate::Stack) takes from it, knows them.
     pub fn classify(&self, request: &Request) -> Option<(Effect, Basis)> {
+        self.classify_by(request, |_| None)
+    }
+
+    /// The same, with what the server's annotation makes of a tool.
+    pub(super) fn classify_by(
+        &self,
+        request: &Request,
+        annotated: impl FnOnce(&str) -> Option<Effect>,
+    ) -> Option<(Effect, Basis)> {
         let context = request.context();
         let stamp = context.effect().filter(|_| context.basis() == Basis::Caller);
         let method = request.method();
@@ -94,8 +166,12 @@ impl ToolRules {
         match stamp {
             Some(_) => None,
             None if is_tool => {
-                let effect = self.by_name.get(params.name.as_deref()?)?;
-                Some((*effect, Basis::Caller))
+                let tool = params.name.as_deref()?;
+                if let Some(effect) = self.by_name.get(tool) {
+                    return Some((*effect, Basis::Caller));
+                }
+                let effect = annotated(tool).filter(|_| self.trusts(tool))?;
+                Some((effect, Basis::TrustedAnnotation))
             }
             None => super::effect(method).map(|effect| (effect, Basis::Protocol)),
         }
@@ -103,11 +179,17 @@ impl ToolRules {
 
     /// Whether a tool's parameters need not be looked at: without rules it is a write.
     fn decides_nothing(&self, stamp: Option<Effect>) -> bool {
-        stamp.is_none() && self.by_name.is_empty()
+        stamp.is_none() && self.by_name.is_empty() && !self.asks_the_server()
     }
 }
 
-const fn strength(effect: Effect) -> u8 {
+/// The tool that a `tools/call` names.
+pub(super) fn tool_of(request: &Request) -> Option<String> {
+    Params::of(request).name
+}
+
+/// How much a repetition may do; of two words the stronger counts.
+pub(super) const fn strength(effect: Effect) -> u8 {
     match effect {
         Effect::ReadOnly => 0,
         Effect::Idempotent => 1,
@@ -235,6 +317,33 @@ mod tests {
         assert_eq!(classify(tool("both")), said(Effect::Write), "a contradiction fails closed");
         assert_eq!(classify(tool("unknown")), None);
         assert_eq!(ToolRules::new().classify(&tool("get")), None);
+    }
+
+    #[test]
+    fn a_rule_wins_over_an_annotation_and_an_annotation_counts_where_it_is_trusted() {
+        let annotated = |tool: &str| match tool {
+            "get" | "pay" | "list" => Some(Effect::ReadOnly),
+            "label" => Some(Effect::Idempotent),
+            "drop" => Some(Effect::Write),
+            _ => None,
+        };
+        let classify = |rules: &ToolRules, name| rules.classify_by(&tool(name), annotated);
+        let trusted = |effect| Some((effect, Basis::TrustedAnnotation));
+        let all = rules().trust_annotations().trust_annotations_of(["list"]);
+        assert_eq!(classify(&all, "pay"), Some((Effect::Write, Basis::Caller)));
+        assert_eq!(classify(&all, "get"), Some((Effect::ReadOnly, Basis::Caller)));
+        assert_eq!(classify(&all, "list"), trusted(Effect::ReadOnly));
+        assert_eq!(classify(&all, "label"), trusted(Effect::Idempotent));
+        assert_eq!(classify(&all, "drop"), trusted(Effect::Write));
+        assert_eq!(classify(&all, "unknown"), None);
+        let some = ToolRules::new().trust_annotations_of(["list"]).trust_annotations_of(["label"]);
+        assert_eq!(classify(&some, "list"), trusted(Effect::ReadOnly));
+        assert_eq!(classify(&some, "label"), trusted(Effect::Idempotent));
+        assert_eq!(classify(&some, "get"), None);
+        assert_eq!(classify(&rules(), "list"), None);
+        assert_eq!(all.classify_by(&tool("list").as_effect(Effect::Write), annotated), None);
+        let carries_on = call("tools/call", json!({ "name": "list", "requestState": "x" }));
+        assert_eq!(all.classify_by(&carries_on, annotated), Some((Effect::Write, Basis::Protocol)));
     }
 
     #[test]

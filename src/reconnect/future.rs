@@ -367,7 +367,8 @@ impl Facts {
     /// An error of a call that was not given to a connection.
     fn unsent<Req: Call + Send + 'static>(&self, error: CallError, request: Option<Req>) -> CallError {
         let Some(request) = request else { return error };
-        error.of_call(request.method(), self.effect).with_attempt(None).with_request(request)
+        let error = error.of_call(request.method(), self.effect).judged_by(self.basis);
+        error.with_attempt(None).with_request(request)
     }
 
     /// An attempt on a connection has ended with an error.
@@ -376,7 +377,7 @@ impl Facts {
         M::Error: Into<BoxError>,
     {
         let generation = &local.generation;
-        let mut error = error.of_call(&self.name, self.effect);
+        let mut error = error.of_call(&self.name, self.effect).judged_by(self.basis);
         if error.delivery() == Delivery::Answered {
             generation.note_error(error.method());
         } else if error.scope() == Scope::Connection {

@@ -96,7 +96,7 @@ pub type Client = crate::Stack<Child, Request, jsonrpc::Response>;
 type Configure = Arc<dyn Fn(Builder) -> Builder + Send + Sync>;
 
 /// What is run on each new connection before any call.
-pub(crate) type Handshake = Arc<dyn Fn(jsonrpc::Client) -> BoxFuture<Result<(), BoxError>> + Send + Sync>;
+type Handshake = Arc<dyn Fn(jsonrpc::Client) -> BoxFuture<Result<(), BoxError>> + Send + Sync>;
 
 /// The connector for child processes. [`child`] makes one.
 ///
@@ -223,43 +223,45 @@ impl Child {
         self.configure.iter().fold(builder, |builder, next| next(builder))
     }
 
-    /// Connects, with that handshake in place of the caller's.
-    pub(crate) fn connect(
-        &self,
-        handshake: Option<Handshake>,
-    ) -> BoxFuture<Result<jsonrpc::Client, BoxError>> {
+    /// The same connector once more: both start one child at a time between them.
+    pub(crate) fn share(&self) -> Self {
+        Self {
+            command: self.command.clone(),
+            last: self.last.clone(),
+            exit_ends_effects: self.exit_ends_effects,
+            grace: self.grace,
+            stderr_lines: self.stderr_lines,
+            configure: self.configure.clone(),
+            handshake: self.handshake.clone(),
+        }
+    }
+
+    /// Starts a child and connects to it, without a handshake. `with` is the last word on the connection.
+    pub(crate) fn open(&self, with: impl FnOnce(Builder) -> Builder) -> BoxFuture<Result<Opened, BoxError>> {
         let command = self.command.clone();
         let last = self.last.clone();
         let (grace, stderr_lines, ends_effects) = (self.grace, self.stderr_lines, self.exit_ends_effects);
-        let builder = self.builder();
+        let builder = with(self.builder());
         Box::pin(async move {
-            let client = {
-                let mut last = last.lock().await;
-                let overlapped = match last.as_mut() {
-                    Some(last) => !last.gone().await,
-                    None => false,
-                };
-                let started = {
-                    let mut command = lock(&command);
-                    process::spawn(&mut command, grace, stderr_lines)
-                        .map_err(|error| SpawnError::of(&command, error))?
-                };
-                let process = Process {
-                    exited: started.exited,
-                    exit: started.end.exit.clone(),
-                    ends_effects,
-                    stderr: Arc::new(move || started.stderr.lines()),
-                    overlapped,
-                };
-                *last = Some(started.end);
-                builder.process(process).connect(started.pipes)
+            let mut last = last.lock().await;
+            let overlapped = match last.as_mut() {
+                Some(last) => !last.gone().await,
+                None => false,
             };
-            let mut unfinished = Unfinished(Some(client.clone()));
-            if let Some(handshake) = handshake {
-                handshake(client.clone()).await?;
-            }
-            unfinished.0 = None;
-            Ok(client)
+            let started = {
+                let mut command = lock(&command);
+                process::spawn(&mut command, grace, stderr_lines)
+                    .map_err(|error| SpawnError::of(&command, error))?
+            };
+            let process = Process {
+                exited: started.exited,
+                exit: started.end.exit.clone(),
+                ends_effects,
+                stderr: Arc::new(move || started.stderr.lines()),
+                overlapped,
+            };
+            *last = Some(started.end);
+            Ok(Opened::new(builder.process(process).connect(started.pipes)))
         })
     }
 }
@@ -270,10 +272,25 @@ fn prepare(command: &mut Command) {
     command.process_group(0);
 }
 
-/// Closes a connection whose handshake did not come to its end, whoever holds clones of it.
-struct Unfinished(Option<jsonrpc::Client>);
+/// A new connection whose handshake is not done: it closes when this is dropped, whoever holds clones of it.
+pub(crate) struct Opened(Option<jsonrpc::Client>);
 
-impl Drop for Unfinished {
+impl Opened {
+    pub(crate) fn new(client: jsonrpc::Client) -> Self {
+        Self(Some(client))
+    }
+
+    pub(crate) fn client(&self) -> &jsonrpc::Client {
+        self.0.as_ref().expect("it is there until it is kept")
+    }
+
+    /// The handshake is done.
+    pub(crate) fn keep(mut self) -> jsonrpc::Client {
+        self.0.take().expect("it is kept once")
+    }
+}
+
+impl Drop for Opened {
     fn drop(&mut self) {
         if let Some(client) = &self.0 {
             client.close();
@@ -295,7 +312,15 @@ impl Service<()> for Child {
     }
 
     fn call(&mut self, (): ()) -> Self::Future {
-        self.connect(self.handshake.clone())
+        let opening = self.open(|builder| builder);
+        let handshake = self.handshake.clone();
+        Box::pin(async move {
+            let opened = opening.await?;
+            if let Some(handshake) = handshake {
+                handshake(opened.client().clone()).await?;
+            }
+            Ok(opened.keep())
+        })
     }
 }
 

@@ -220,9 +220,9 @@ where
                 let result = ready!(attempt.poll(cx));
                 let result = match (result, reporter) {
                     (Ok(response), _) => Ok(response),
-                    (Err(error), None) => Err(error),
+                    (Err(error), None) => Err(error.judged_by(*basis)),
                     (Err(error), Some(events)) => {
-                        let error = error.of_call("", *effect).with_attempt(None);
+                        let error = error.of_call("", *effect).judged_by(*basis).with_attempt(None);
                         events.failed(Some(*call), *basis, &error);
                         Err(error)
                     }
@@ -240,7 +240,8 @@ where
                 let Kind::Write(write) = mem::replace(this.kind, Kind::Done) else {
                     unreachable!("it was one a line ago")
                 };
-                Poll::Ready(write.report(result))
+                let basis = write.basis;
+                Poll::Ready(write.report(result.map_err(|error| error.judged_by(basis))))
             }
             Kind::Done => Poll::Pending,
         }
@@ -776,6 +777,7 @@ where
                 call: self.call,
                 method: self.name.clone().into_owned(),
                 effect: self.effect,
+                basis: self.basis,
                 attempts,
                 verdict: self.doubt.as_ref().and_then(|doubt| doubt.verdict),
                 reason,
