@@ -13,6 +13,7 @@
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
 
+pub mod checks;
 mod catalog;
 mod connection;
 mod envelope;
