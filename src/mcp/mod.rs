@@ -13,8 +13,8 @@
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
 
-pub mod checks;
 mod catalog;
+pub mod checks;
 mod connection;
 mod envelope;
 mod handshake;
