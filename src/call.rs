@@ -287,7 +287,9 @@ impl CallContext {
 
     /// The context as somebody may see it who is not to send the call: nothing of an attempt is in it.
     pub(crate) fn to_be_seen(&self) -> Self {
-        Self { id: self.id, ..self.clone() }
+        // What a layer stamped for the way down says nothing of what somebody makes of the request.
+        let effect = self.effect.filter(|(_, basis)| *basis != Basis::Default);
+        Self { id: self.id, effect, ..self.clone() }
     }
 
     /// The context of another attempt of the same call.

@@ -12,9 +12,9 @@ use std::{
 };
 
 use goaround::{
-    Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Evidence, Fence,
-    FenceBasis, Outcome, ReconnectLayer, Refusal, Settled, Stack, Tagged, Verdict, VerdictKind, WriteSafety,
-    WriteSafetyLayer,
+    Call, CallContext, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect,
+    Evidence, Fence, FenceBasis, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Settled, Stack, Tagged,
+    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer,
 };
 use lab::*;
 use tokio::{
@@ -1831,6 +1831,59 @@ async fn an_error_of_readiness_is_not_sent() {
     let mut service = WriteSafetyLayer::refuse().layer(Broken);
     let error = service.ready().await.unwrap_err();
     assert_eq!((error.delivery(), error.outcome()), (Delivery::NotSent, Outcome::NotDone));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_retries_reads_outside_does_not_repeat_what_is_a_write_inside() {
+    // The wrong order, and a rule of the inner layer that says more than the request does.
+    let lab = Lab::new();
+    lab.write(fail(ambiguous()));
+    let layer = WriteSafetyLayer::refuse().classify(|_| Some(Effect::Write));
+    let service = ServiceBuilder::new().layer(RetryReadOnly).layer(layer).service(lab.connection());
+    let error = service.oneshot(read()).await.unwrap_err();
+    assert_eq!((error.outcome(), error.effect(), lab.writes()), (Outcome::Unknown, Effect::Write, 1));
+}
+
+/// A request that says to be a write when it is first asked, and a read from then on.
+struct Fickle(CallContext, Arc<AtomicU32>);
+
+impl Call for Fickle {
+    fn method(&self) -> &str {
+        "fickle"
+    }
+
+    fn effect(&self) -> Effect {
+        match self.1.fetch_add(1, Ordering::Relaxed) {
+            0 => Effect::Write,
+            _ => Effect::ReadOnly,
+        }
+    }
+
+    fn context(&self) -> &CallContext {
+        &self.0
+    }
+
+    fn context_mut(&mut self) -> &mut CallContext {
+        &mut self.0
+    }
+
+    fn try_clone(&self) -> Option<Self> {
+        Some(Self(self.0.clone(), Arc::clone(&self.1)))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_changes_its_mind_stays_what_it_was_taken_for() {
+    let sent = Arc::new(AtomicU32::new(0));
+    let counter = Arc::clone(&sent);
+    let lost = service_fn(move |_: Fickle| {
+        counter.fetch_add(1, Ordering::Relaxed);
+        ready(Err::<u8, _>(ambiguous()))
+    });
+    let layers = ServiceBuilder::new().layer(WriteSafetyLayer::refuse()).layer(RetryReadOnly);
+    let request = Fickle(CallContext::new(), Arc::default());
+    let error = layers.service(lost).oneshot(request).await.unwrap_err();
+    assert_eq!((error.outcome(), sent.load(Ordering::Relaxed)), (Outcome::Unknown, 1));
 }
 
 #[tokio::test(start_paused = true)]

@@ -285,6 +285,10 @@ impl<S, Req: Call> Read<S, Req> {
     /// return.
     fn decide(&mut self, error: CallError) -> Result<Option<Instant>, CallError> {
         let mut error = self.stamp(error);
+        if error.effect().is_write() {
+            // A layer below knows better. What may happen to a write is none of this layer's business.
+            return Err(self.finish(error));
+        }
         if error.rule(Effect::ReadOnly, false) == Rule::Return {
             return Err(self.finish(error));
         }

@@ -47,7 +47,7 @@ pub use self::{
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},
 };
 use crate::{
-    Activity, Call, CallError, Deadline, Evidence, Refusal,
+    Activity, Basis, Call, CallError, Deadline, Evidence, Refusal,
     call::{CallIds, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
@@ -149,6 +149,10 @@ where
         }
         let effect = effect_of(&request);
         let context = request.context_mut();
+        if context.effect().is_none() {
+            // Settled once: no layer below, and no copy, may take the call for something else.
+            context.stamp(effect, Basis::Default);
+        }
         let outermost = event::enter(context, &mut self.ids, &self.events);
         let call = context.identify(&mut self.ids);
         let basis = context.basis();
