@@ -226,7 +226,7 @@ impl fmt::Display for Cause {
 }
 
 /// Why no connection could be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
     /// The connector failed.
@@ -238,6 +238,14 @@ pub enum ConnectError {
     /// The connector panicked.
     #[error("the connector panicked")]
     Panicked,
+}
+
+impl fmt::Debug for ConnectError {
+    /// Without the connector's own error, which may hold secrets; it is the
+    /// [`source`](std::error::Error::source).
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ConnectError({:?})", self.to_string())
+    }
 }
 
 /// What follows from the end of an attempt.

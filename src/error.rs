@@ -629,7 +629,7 @@ impl Attempt {
 // ===== impl ServerError =====
 
 /// The server's own error object, unchanged.
-#[derive(Clone, Debug, PartialEq, serde::Deserialize, Serialize, thiserror::Error)]
+#[derive(Clone, PartialEq, serde::Deserialize, Serialize, thiserror::Error)]
 #[error("{message} (code {code})")]
 #[non_exhaustive]
 pub struct ServerError {
@@ -640,6 +640,17 @@ pub struct ServerError {
     /// What else the server says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<serde_json::Value>,
+}
+
+impl fmt::Debug for ServerError {
+    /// Without the contents of `data`: servers put arguments there.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerError")
+            .field("code", &self.code)
+            .field("message", &self.message)
+            .field("data", &self.data.as_ref().map(|_| format_args!("..")))
+            .finish()
+    }
 }
 
 impl ServerError {
@@ -902,6 +913,12 @@ mod tests {
         let answer = write(CallError::server(ServerError::new(-32000, "quota")));
         assert_eq!(answer.to_string(), "answered: pay: quota (code -32000)");
         assert!(!format!("{unknown:?}{read:?}").contains("token"));
+        let connector = Arc::new(ConnectError::Connector("token=hunter2".into()));
+        let connect = write(CallError::connect_failed(connector));
+        assert_eq!(connect.to_string(), "not done: pay: cannot connect: the connector failed");
+        let data = ServerError::new(1, "no").with_data(serde_json::json!({ "echo": "token=hunter2" }));
+        let answer = write(CallError::server(data));
+        assert!(!format!("{connect:?}{answer:?}{answer}").contains("token"));
     }
 
     #[test]
