@@ -215,14 +215,21 @@ impl CallError {
 
     /// Whether the call was a write that may have been done, though this is an error. Also true of a server's
     /// own error if an earlier attempt may be the reason for it ("already exists"), even one that a declared
-    /// fence had settled.
+    /// fence had settled, and of an answer that was too large to be read.
     pub fn may_have_landed(&self) -> bool {
         self.effect().is_write()
             && match self.outcome() {
                 Outcome::Unknown | Outcome::DoneResultLost => true,
-                Outcome::Answered => self.0.attempts.iter().any(Attempt::may_show_in_an_answer),
+                Outcome::Answered => {
+                    self.is_unread() || self.0.attempts.iter().any(Attempt::may_show_in_an_answer)
+                }
                 Outcome::NotDone | Outcome::NoAnswer => false,
             }
+    }
+
+    /// Whether the server answered and nobody knows what.
+    fn is_unread(&self) -> bool {
+        matches!(self.0.cause, Cause::AnswerTooLarge { .. })
     }
 
     /// Whether repeating the call cannot do harm: nothing was done, or it is read-only and has no answer.
@@ -503,6 +510,9 @@ impl fmt::Display for CallError {
         match outcome {
             Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
             Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
+            Outcome::Answered if self.is_unread() && self.may_have_landed() => {
+                f.write_str("; the write may have been applied; verify before repeating")
+            }
             Outcome::Answered if self.may_have_landed() => {
                 f.write_str("; an earlier attempt may have been applied; verify before repeating")
             }

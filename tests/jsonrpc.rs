@@ -9,7 +9,7 @@ use std::{
 };
 
 use goaround::{
-    Call, Cause, Delivery, Refusal, Scope, ServerError,
+    Call, Cause, Delivery, Event, Refusal, Scope, ServerError, WriteSafetyLayer,
     jsonrpc::{Client, Handler, Notification, Request, Response, ServerRequest},
 };
 use serde_json::{Value, json};
@@ -18,6 +18,7 @@ use tokio::{
     sync::Notify,
 };
 use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task::spawn};
+use tower::{Layer, ServiceExt};
 
 /// The peer, played by the test.
 struct Peer {
@@ -203,12 +204,32 @@ async fn an_answer_above_the_limit_ends_its_call_at_once_and_nothing_else() {
         let error = assert_ready_err!(large.poll());
         assert!(matches!(error.cause(), Cause::AnswerTooLarge { limit: 100 }));
         assert_eq!((error.delivery(), error.scope()), (Delivery::Answered, Scope::Call));
+        assert!(error.may_have_landed() && !error.is_safe_to_repeat());
+        assert!(error.to_string().ends_with("verify before repeating"), "{error}");
         peer.send(if id_first { "\"}}\n" } else { "\"jsonrpc\":\"2.0\"}\n" }).await;
         peer.say(answer(id + 1, 1)).await;
         settle().await;
         assert_ready_ok!(small.poll());
         assert_eq!(client.ignored(), 0);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_answer_cannot_be_read_is_reported() {
+    let (client, mut peer) = pair(Client::builder().max_line(100));
+    let seen = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&seen);
+    let layer = WriteSafetyLayer::refuse().on_event(move |event| {
+        assert!(matches!(event, Event::InDoubt(_)));
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    let mut call = spawn(layer.layer(client).oneshot(request("pay")));
+    assert_pending!(call.poll());
+    let id = peer.next().await["id"].clone();
+    peer.say(answer(id, "x".repeat(200))).await;
+    settle().await;
+    assert_ready_err!(call.poll());
+    assert_eq!(seen.load(Ordering::Relaxed), 1);
 }
 
 #[tokio::test]
