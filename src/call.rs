@@ -193,6 +193,9 @@ pub struct CallContext {
     pub(crate) by_default: bool,
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
     pub(crate) entered: bool,
+    /// Whether a write-safety layer that may replay the call has it already: of nested ones only that one
+    /// settles doubts.
+    pub(crate) guarded: bool,
     effect: Option<(Effect, Basis)>,
     attempt_until: Option<Instant>,
     activity: Option<Arc<Activity>>,
@@ -300,6 +303,7 @@ impl CallContext {
             deadline: self.deadline,
             by_default: self.by_default,
             entered: self.entered,
+            guarded: self.guarded,
             effect: self.effect,
             attempt_until: self.attempt_until,
             activity: self.activity.clone(),
@@ -373,6 +377,8 @@ struct ActivityState {
     adopted: bool,
     withdrawn: bool,
     over: bool,
+    /// Whether another write-safety layer, further in, reports what becomes of the attempt.
+    taken_over: bool,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
     replaced: Option<Fence>,
@@ -420,6 +426,15 @@ impl Activity {
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+
+    /// Says that a layer further in reports what becomes of the attempt.
+    pub(crate) fn take_over(&self) {
+        self.lock().taken_over = true;
+    }
+
+    pub(crate) fn is_taken_over(&self) -> bool {
+        self.lock().taken_over
     }
 
     /// The fence by which a later attempt replaced this one, if one did.

@@ -1844,6 +1844,58 @@ async fn a_layer_that_retries_reads_outside_does_not_repeat_what_is_a_write_insi
     assert_eq!((error.outcome(), error.effect(), lab.writes()), (Outcome::Unknown, Effect::Write, 1));
 }
 
+#[tokio::test(start_paused = true)]
+async fn of_nested_layers_one_has_the_write() {
+    // Either would replay; the inner one while the outer one's check is under way.
+    let lab = Lab::new();
+    lab.write(later(5 * SECOND, Err(ambiguous()))).write(later(20 * SECOND, Ok(1)));
+    let inner = says(&lab, |doubt| doubt.not_landed()).quarantine(6 * SECOND).attempt_timeout(20 * SECOND);
+    let outer = WriteSafetyLayer::new(|doubt: Doubt| async move {
+        sleep(3 * SECOND).await;
+        Ok(doubt.not_landed())
+    });
+    let outer = outer.quarantine(6 * SECOND).attempt_timeout(4 * SECOND);
+    assert_eq!(service(&lab, outer.clone()).oneshot(write()).await.unwrap(), 1);
+    assert_eq!((lab.writes(), lab.events.doubts()), (2, 1));
+
+    let lab = Lab::new();
+    lab.write(later(5 * SECOND, Err(ambiguous()))).write(later(20 * SECOND, Ok(1)));
+    let layers = ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()));
+    let nested = layers.layer(outer).layer(inner).service(lab.connection());
+    assert_eq!(nested.oneshot(write()).await.unwrap(), 1);
+    assert_eq!((lab.writes(), lab.events.doubts(), lab.log.count("check")), (2, 1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn nested_layers_report_a_write_once() {
+    let check = |lab: &Lab| says(lab, |doubt| doubt.unknown("tested"));
+    for (outer_checks, inner_checks) in [(false, false), (false, true), (true, false), (true, true)] {
+        for abandoned in [false, true] {
+            let lab = Lab::new();
+            lab.write(if abandoned { hang() } else { fail(ambiguous()) });
+            let [outer, inner] = [outer_checks, inner_checks].map(|checks| match checks {
+                true => check(&lab),
+                false => WriteSafetyLayer::refuse(),
+            });
+            let layers =
+                ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()));
+            let nested = layers.layer(outer).layer(inner).service(lab.connection());
+            let mut call = task::spawn(nested.oneshot(write()));
+            if abandoned {
+                assert_pending!(call.poll());
+                drop(call);
+            } else {
+                let error = call.await.unwrap_err();
+                assert_eq!(error.outcome(), Outcome::Unknown);
+            }
+            let reports = (lab.events.doubts(), lab.events.abandoned());
+            assert_eq!(reports, if abandoned { (0, 1) } else { (1, 0) });
+            let checks = usize::from(!abandoned && (outer_checks || inner_checks));
+            assert_eq!(lab.log.count("check"), checks);
+        }
+    }
+}
+
 /// A request that says to be a write when it is first asked, and a read from then on.
 struct Fickle(CallContext, Arc<AtomicU32>);
 

@@ -763,7 +763,7 @@ where
             attempt.waited = self.waited;
             self.attempts.push(attempt);
         }
-        if doubtful {
+        if doubtful && !self.current.activity.is_taken_over() {
             let attempts = match &result {
                 Ok(_) => self.attempts.clone(),
                 Err(error) => error.attempts().to_vec(),
@@ -823,7 +823,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             attempt.cause = "abandoned";
             self.attempts.push(attempt);
         }
-        if self.attempts.iter().any(Attempt::is_in_doubt) {
+        if self.attempts.iter().any(Attempt::is_in_doubt) && !self.current.activity.is_taken_over() {
             let attempts = mem::take(&mut self.attempts);
             let report = self.call_report(attempts, Some(Outcome::Unknown));
             self.events.emit(Event::Abandoned(&report));

@@ -17,7 +17,9 @@
 //! With an attempt timeout the doubt arises while there is time left to settle it. The attempt is not
 //! dropped: its late answer is the best evidence there is, and ends the doubt.
 //!
-//! A write is replayed once in all. A write whose future is dropped after it was handed over is reported as
+//! A write is replayed once in all, also where such layers are nested: the outermost that may replay has it,
+//! those further in pass it through, and one further out that [refuses](WriteSafetyLayer::refuse) replays
+//! leaves the report to it. A write whose future is dropped after it was handed over is reported as
 //! [`Event::Abandoned`](crate::Event::Abandoned).
 
 mod fence;
@@ -160,10 +162,15 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() {
+        if !effect.is_write() || context.guarded {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
+
+        if let Some(outer) = context.activity() {
+            outer.take_over();
+        }
+        context.guarded = self.config.may_replay();
 
         let lane = Arc::clone(self.lane.get_or_insert_with(|| {
             Arc::new(Lane {
