@@ -294,6 +294,57 @@ async fn a_driver_that_is_dropped_hands_the_connect_on() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_driver_that_is_woken_and_not_polled_holds_up_nobody() {
+    // Its task awaits something else, such as another call that waits for the same connect. Before the
+    // connect made progress or after, and however many others are not polled either.
+    for late in [false, true] {
+        for handed_on in [false, true] {
+            let (client, mut connects) = client(ReconnectLayer::once());
+            let mut idle: Vec<_> = (0..4).map(|_| start(&mut client.clone(), read())).collect();
+            if handed_on {
+                drop(idle.remove(0));
+            }
+            let mut polled = (!late).then(|| start(&mut client.clone(), read()));
+            let mut server = accept(connects.next());
+            tokio::time::sleep(MS).await;
+            assert!(idle[0].is_woken() && !idle[1].is_woken());
+            let mut polled = polled.take().unwrap_or_else(|| start(&mut client.clone(), read()));
+            tokio::time::sleep(100 * MS).await;
+            assert!(polled.is_woken());
+            assert_pending!(polled.poll());
+            server.answer();
+            assert_ready_ok!(polled.poll());
+            // The others find the connection whenever they are polled.
+            for calling in &mut idle {
+                assert_pending!(calling.poll());
+                server.answer();
+                assert_ready_ok!(calling.poll());
+            }
+            assert!(connects.has_next().is_none());
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_awaits_another_one_of_its_own_task_is_answered() {
+    let connector = service_fn(|()| async {
+        tokio::time::sleep(SECOND).await;
+        Ok::<_, BoxError>(service_fn(|_: Req| async { Ok::<_, CallError>(1) }))
+    });
+    let client = ReconnectLayer::once().layer(connector);
+    let first = client.clone().oneshot(read());
+    tokio::pin!(first);
+    tokio::select! {
+        biased;
+        _ = &mut first => unreachable!("it connects"),
+        () = std::future::ready(()) => {}
+    }
+    let second = tokio::time::timeout(10 * SECOND, client.oneshot(read())).await;
+    assert_eq!(second.unwrap().unwrap(), 1);
+    assert_eq!(first.await.unwrap(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_connect_that_ended_while_the_baton_was_handed_on_is_found() {
     let (client, mut connects) = client(ReconnectLayer::once());
     let first = start(&mut client.clone(), read());

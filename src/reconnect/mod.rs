@@ -19,6 +19,7 @@
 //!
 //! A foreign connection closes when its last clone is dropped; the clones of this service hold one each.
 
+mod bell;
 mod future;
 mod generation;
 mod layer;

@@ -2,7 +2,8 @@
 //!
 //! At any time at most one waiter, the driver, polls the connect; the others have left their wakers. When
 //! the connect ends, all are woken and find its result. When the driver is dropped, it names another waiter
-//! the driver and wakes it, and that one, dropped in its turn before it was polled, does the same.
+//! the driver and wakes it, and that one, dropped in its turn before it was polled, does the same. A driver
+//! that is woken and not polled loses the baton to whoever is (see [`Bell`]).
 //!
 //! Invariant: while a connect is under way and somebody waits, the driver is one of those who wait.
 //!
@@ -30,7 +31,7 @@ use tokio::{
 };
 use tower::Service;
 
-use super::{Config, generation::Generation};
+use super::{Config, bell::Bell, generation::Generation};
 use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
     census::{Census, Seat},
@@ -49,6 +50,8 @@ const REAPING: Duration = Duration::from_secs(10);
 /// What all clones of a service share.
 pub(super) struct Shared<M: Service<()>> {
     state: Mutex<State<M>>,
+    /// Who waits for the connect. Where both are needed it is locked after the state.
+    bell: Arc<Bell>,
     /// The number of the connection in use; 0 where there is none.
     current: AtomicU64,
     closing: AtomicBool,
@@ -62,7 +65,6 @@ struct State<M: Service<()>> {
     phase: Phase<M>,
     /// The connector; with the connect while one is under way.
     maker: Option<M>,
-    waiters: BTreeMap<u64, Waker>,
     next_waiter: u64,
     /// The number of the last connection made.
     made: u64,
@@ -85,7 +87,6 @@ enum Phase<M: Service<()>> {
     /// `work` is away while its driver polls it.
     Connecting {
         ticket: Arc<Ticket>,
-        driver: Option<u64>,
         work: Option<Box<Connect<M>>>,
     },
     Connected {
@@ -155,7 +156,6 @@ where
             state: Mutex::new(State {
                 phase: Phase::Idle,
                 maker: Some(maker),
-                waiters: BTreeMap::new(),
                 next_waiter: 0,
                 made: 0,
                 failures: None,
@@ -167,6 +167,7 @@ where
                 cool_until: None,
                 locals: Census::new(),
             }),
+            bell: Arc::default(),
             current: AtomicU64::new(0),
             closing: AtomicBool::new(false),
             ended: Notify::new(),
@@ -209,7 +210,9 @@ where
                 Step::DropStage(stage) => drop(stage),
                 Step::Report(incident) => self.events.emit(Event::Incident(&incident)),
                 Step::Drive(mut work) => {
-                    let polled = catch_unwind(AssertUnwindSafe(|| work.poll(cx)))
+                    let bell = Waker::from(Arc::clone(&self.bell));
+                    let mut cx = Context::from_waker(&bell);
+                    let polled = catch_unwind(AssertUnwindSafe(|| work.poll(&mut cx)))
                         .unwrap_or(Poll::Ready(Err(ConnectError::Panicked)));
                     match polled {
                         Poll::Pending => {
@@ -267,12 +270,13 @@ where
                 Some((lost.closure.clone()?, by))
             });
             let work = Some(Box::new(Connect::new(maker, reap, not_before, self.config.connect_timeout)));
-            state.phase = Phase::Connecting { ticket, driver: None, work };
+            state.phase = Phase::Connecting { ticket, work };
         }
-        let others_wait = !state.waiters.is_empty();
-        let too_many = waiter.key.is_none() && state.waiters.len() >= self.config.max_waiters;
+        let waiting = self.bell.len();
+        let others_wait = waiting > 0;
+        let too_many = waiter.key.is_none() && waiting >= self.config.max_waiters;
         let fits = state.fits(deadline, now);
-        let Phase::Connecting { ticket, driver, work } = &mut state.phase else {
+        let Phase::Connecting { ticket, work } = &mut state.phase else {
             unreachable!("the other phases have returned")
         };
         if waiter.ticket.as_ref().is_none_or(|joined| !Arc::ptr_eq(joined, ticket)) {
@@ -300,14 +304,11 @@ where
             state.next_waiter += 1;
             state.next_waiter
         });
-        _old = match state.waiters.get_mut(&key) {
-            Some(waker) if waker.will_wake(cx.waker()) => None,
-            _ => state.waiters.insert(key, cx.waker().clone()),
-        };
-        if driver.is_some_and(|driver| driver != key) {
+        _old = self.bell.enter(key, cx.waker());
+        if work.is_none() || !self.bell.may_drive(key) {
             return Step::Pending;
         }
-        *driver = Some(key);
+        self.bell.drives(key);
         work.take().map_or(Step::Pending, Step::Drive)
     }
 
@@ -362,7 +363,7 @@ where
             }
         }
         // Woken even if the event's sink panics.
-        let _waiters = WakeAll(mem::take(&mut state.waiters));
+        let _waiters = WakeAll(self.bell.clear());
         drop(guard);
         if let Some(incident) = incident {
             self.events.emit(Event::Incident(&incident));
@@ -444,7 +445,10 @@ impl<M: Service<()>> Shared<M> {
     /// Refuses what comes from now on and wakes who waits.
     fn begin_shutdown(&self) {
         self.closing.store(true, Ordering::Release);
-        let waiters = mem::take(&mut self.lock().waiters);
+        let waiters = {
+            let _state = self.lock();
+            self.bell.clear()
+        };
         waiters.into_values().for_each(Waker::wake);
     }
 
@@ -535,24 +539,8 @@ impl<M: Service<()>> Waiter<M> {
 
 impl<M: Service<()>> Drop for Waiter<M> {
     fn drop(&mut self) {
-        let Some(key) = self.key else { return };
-        let mut guard = self.shared.lock();
-        let state = &mut *guard;
-        let own = state.waiters.remove(&key);
-        let mut next = None;
-        if let Phase::Connecting { driver, .. } = &mut state.phase
-            && *driver == Some(key)
-        {
-            // The baton goes to the one that waits longest. It is the driver from now on, so that it passes
-            // the baton on in its turn if it is dropped before it is polled.
-            let heir = state.waiters.iter().next();
-            *driver = heir.map(|(key, _)| *key);
-            next = heir.map(|(_, waker)| waker.clone());
-        }
-        drop(guard);
-        drop(own);
-        if let Some(waker) = next {
-            waker.wake();
+        if let Some(key) = self.key {
+            self.shared.bell.leave(key);
         }
     }
 }
