@@ -47,6 +47,16 @@ pub(crate) fn classifier_of<M: 'static, Req: 'static>(connector: &M) -> Option<C
     (&rules as &dyn Any).downcast_ref::<Classifier<Req>>().cloned()
 }
 
+/// Waits, within bounds, until the process that a connector started last is gone.
+pub(crate) type Reaper = Arc<dyn Fn() -> BoxFuture<()> + Send + Sync>;
+
+/// The reaper of a connector of this crate, also of what it has started for a connect that was given up.
+pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
+    let connector = connector as &dyn Any;
+    let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::reaper);
+    child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
+}
+
 /// What is wrong with a connector of this crate, if it is one and something is.
 pub(crate) fn validate<M: 'static>(connector: &M) -> Result<(), String> {
     let connector = connector as &dyn Any;

@@ -528,6 +528,42 @@ async fn after_a_shutdown_the_process_is_gone_whether_it_was_in_use_or_just_endi
     }
 }
 
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn after_a_shutdown_during_a_connect_the_process_is_gone() {
+    // The handshake is never answered, and the child heeds neither its closed input nor SIGTERM. The call
+    // that connects waits, or has been given up.
+    for given_up in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("pid");
+        let mut command = tokio::process::Command::new("sh");
+        let script = "trap '' TERM; echo $$ > \"$0\"; while :; do sleep 0.05; done";
+        command.arg("-c").arg(script).arg(&file);
+        let grace = Duration::from_millis(50);
+        let connector = goaround::mcp::stdio(command).shutdown_grace(grace, grace);
+        let stack = Stack::builder(connector).build().unwrap();
+        let other = stack.clone();
+        let call = tokio::spawn(async move {
+            other.send(jsonrpc::Request::new("tools/list", ()).unwrap().read_only()).await
+        });
+        let process = loop {
+            match std::fs::read_to_string(&file) {
+                Ok(pid) if pid.ends_with('\n') => break format!("/proc/{}", pid.trim()),
+                _ => sleep(Duration::from_millis(5)).await,
+            }
+        };
+        if given_up {
+            call.abort();
+            assert!(call.await.is_err());
+            stack.shutdown(SECOND).await;
+        } else {
+            stack.shutdown(Duration::ZERO).await;
+            assert_eq!(call.await.unwrap().unwrap_err().outcome(), Outcome::NotDone);
+        }
+        assert!(!std::path::Path::new(&process).exists());
+    }
+}
+
 // ----- the deadline covers everything
 
 #[tokio::test(start_paused = true)]

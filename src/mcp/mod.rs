@@ -202,6 +202,10 @@ impl Stdio {
         self.child.validate()
     }
 
+    pub(crate) fn reaper(&self) -> crate::connection::Reaper {
+        self.child.reaper()
+    }
+
     /// What each call may do.
     pub(crate) fn classifier(&self) -> Classifier<Request> {
         let tools = self.settings.tools.clone();

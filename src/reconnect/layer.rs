@@ -17,6 +17,7 @@ use super::{
 use crate::{
     BoxError,
     census::drain,
+    connection::reaper_of,
     event::{Event, Events},
     retry::backoff::Schedule,
 };
@@ -140,7 +141,8 @@ where
 
     fn layer(&self, connector: M) -> Reconnect<M> {
         let wrong = self.check().err();
-        let service = Reconnect::new(connector, self.config.clone(), wrong, self.events.clone());
+        let reaper = reaper_of(&connector);
+        let service = Reconnect::new(connector, self.config.clone(), wrong, self.events.clone(), reaper);
         self.handle.add(&service);
         service
     }
@@ -215,6 +217,10 @@ impl ReconnectHandle {
             cut_off += drain(|| managed.in_flight(), managed.ended(), end).await;
             if let Some(connection) = managed.take_connection() {
                 connection.close().await;
+            }
+            // A connect that was under way has left a process, too.
+            if let Some(reaper) = managed.reaper() {
+                reaper().await;
             }
             managed.report_last();
         }

@@ -43,6 +43,7 @@ pub use self::{
 use crate::{
     Attempt, BoxError, Call, CallContext, CallError, Refusal,
     call::{CallIds, effect_of},
+    connection::Reaper,
     event::{self, Events},
     retry::backoff::Schedule,
 };
@@ -80,8 +81,14 @@ impl<M: Service<()>> Reconnect<M>
 where
     M::Error: Into<BoxError>,
 {
-    fn new(connector: M, config: Config, wrong: Option<&'static str>, events: Events) -> Self {
-        let shared = Arc::new(Shared::new(connector, config, events.clone()));
+    fn new(
+        connector: M,
+        config: Config,
+        wrong: Option<&'static str>,
+        events: Events,
+        reaper: Option<Reaper>,
+    ) -> Self {
+        let shared = Arc::new(Shared::new(connector, config, events.clone(), reaper));
         Self { shared, link: None, found_dead: None, wrong, events, ids: CallIds::default() }
     }
 

@@ -35,7 +35,7 @@ use super::{Config, bell::Bell, generation::Generation};
 use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
     census::{Census, Seat},
-    connection::{BoxFuture, Connection, known},
+    connection::{BoxFuture, Connection, Reaper, known},
     delivery::ConnectError,
     event::{Event, Events, Incident},
     retry::backoff::Waits,
@@ -59,6 +59,7 @@ pub(super) struct Shared<M: Service<()>> {
     pub(super) ended: Notify,
     config: Config,
     events: Events,
+    reaper: Option<Reaper>,
 }
 
 struct State<M: Service<()>> {
@@ -151,7 +152,7 @@ impl<M: Service<()>> Shared<M>
 where
     M::Error: Into<BoxError>,
 {
-    pub(super) fn new(maker: M, config: Config, events: Events) -> Self {
+    pub(super) fn new(maker: M, config: Config, events: Events, reaper: Option<Reaper>) -> Self {
         Self {
             state: Mutex::new(State {
                 phase: Phase::Idle,
@@ -173,6 +174,7 @@ where
             ended: Notify::new(),
             config,
             events,
+            reaper,
         }
     }
 
@@ -701,6 +703,7 @@ pub(super) trait Managed: Send + Sync {
     fn in_flight(&self) -> usize;
     fn ended(&self) -> &Notify;
     fn take_connection(&self) -> Option<Arc<dyn Connection>>;
+    fn reaper(&self) -> Option<Reaper>;
     fn report_last(&self);
 }
 
@@ -728,6 +731,10 @@ where
 
     fn take_connection(&self) -> Option<Arc<dyn Connection>> {
         self.take_connection()
+    }
+
+    fn reaper(&self) -> Option<Reaper> {
+        self.reaper.clone()
     }
 
     fn report_last(&self) {

@@ -40,7 +40,7 @@ use tower::Service;
 
 use crate::{
     BoxError,
-    connection::BoxFuture,
+    connection::{BoxFuture, Reaper},
     jsonrpc::{self, Builder, Handler, Process, Request},
 };
 use process::{End, Grace};
@@ -213,6 +213,19 @@ impl Child {
         }
         let command = lock(&self.command);
         Ok(lookup::find(&command).map_err(|error| SpawnError::of(&command, error))?)
+    }
+
+    /// Waits, within bounds, until the child that was started last is gone.
+    pub(crate) fn reaper(&self) -> Reaper {
+        let last = Arc::clone(&self.last);
+        Arc::new(move || {
+            let last = Arc::clone(&last);
+            Box::pin(async move {
+                if let Some(last) = last.lock().await.as_mut() {
+                    last.gone().await;
+                }
+            })
+        })
     }
 
     fn builder(&self) -> Builder {
