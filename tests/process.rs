@@ -4,8 +4,8 @@
 use std::{os::unix::process::ExitStatusExt, time::Duration};
 
 use goaround::{
-    BoxError, CallError, Cause, Exit, Outcome,
-    jsonrpc::{Client, Request},
+    BoxError, Call, CallError, Cause, Delivery, Effect, Exit, InDoubt, Outcome, ReconnectLayer, Stack,
+    jsonrpc::{Client, Request, Response},
     stdio::{self, Child, SpawnError},
 };
 use tokio::{process::Command, sync::mpsc};
@@ -18,10 +18,14 @@ const FOREVER: Duration = Duration::from_secs(3600);
 const SERVER: &str = r#"
 answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
 eval "$before"
+# Where `$once` names a file, only the first that starts does what it is told; the next ones answer.
+tame=
+if [ -n "$once" ]; then if [ -e "$once" ]; then tame=tame; else : >"$once"; fi; fi
 while read -r line; do
     case $line in *'"id":'*) ;; *) continue ;; esac
     id=${line#*'"id":'}; id=${id%%,*}
     method=${line#*'"method":"'}; method=${method%%'"'*}
+    method=${tame:-$method}
     case $method in
         pid) answer $$ ;;
         exit) exit 3 ;;
@@ -82,6 +86,15 @@ fn is_alive(process: i32) -> bool {
         Ok(stat) => !stat.rsplit(')').next().unwrap().trim_start().starts_with(['Z', 'X']),
         Err(_) => cfg!(not(target_os = "linux")) && rustix::process::test_kill_process(process).is_ok(),
     }
+}
+
+/// Waits until a process has stopped itself, and for what is then written to fill its pipe.
+async fn has_stopped(process: i32) {
+    let stat = || std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    while cfg!(target_os = "linux") && !stat().contains(") T ") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
 }
 
 #[tokio::test]
@@ -181,7 +194,7 @@ async fn a_long_request_that_a_stopped_server_has_half_in_its_pipe_is_not_done()
     let stop = client.request(Request::new("stop", ()).unwrap());
     let long = client.request(Request::new("pay", [&"x".repeat(1 << 20)]).unwrap());
     let kill = async {
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        has_stopped(child).await;
         let child = rustix::process::Pid::from_raw(child).unwrap();
         rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
     };
@@ -281,9 +294,14 @@ async fn a_handshake_that_fails_ends_the_child_and_the_next_connect_starts_anew(
 
 #[tokio::test]
 async fn a_connect_that_is_dropped_while_it_waits_for_the_last_group_loses_nothing() {
-    let before = "(trap '' TERM; while :; do sleep 1000; done) & slow=$!";
-    let grace = Duration::from_millis(400);
-    let mut connector = stdio::child(command(before, "")).shutdown_grace(grace, grace);
+    let dir = tempfile::tempdir().unwrap();
+    // It serves when the one that heeds no SIGTERM is at that.
+    let before = "(trap '' TERM; : >\"$ready\"; while :; do sleep 1000; done) & \
+        while ! [ -e \"$ready\" ]; do sleep 0.01; done; rm \"$ready\"";
+    let mut slow = command(before, "");
+    slow.env("ready", dir.path().join("ready"));
+    let grace = Duration::from_secs(1);
+    let mut connector = stdio::child(slow).shutdown_grace(grace, grace);
     let client = connect(&mut connector).await;
     let first = number(&client, "pid").await;
     lost(&client, "kill").await;
@@ -294,4 +312,220 @@ async fn a_connect_that_is_dropped_while_it_waits_for_the_last_group_loses_nothi
     });
     let client = connect(&mut connector).await;
     assert!(!is_alive(first) && is_alive(number(&client, "pid").await));
+}
+
+// ----- through the whole stack, as the answer to a read and to a write
+
+/// A server that misbehaves in its first life only, behind a stack without a check.
+struct Once {
+    stack: stdio::Client,
+    _folder: tempfile::TempDir,
+}
+
+const DEADLINE: Duration = Duration::from_secs(30);
+
+impl Once {
+    fn new() -> Self {
+        Self::with(|builder| builder)
+    }
+
+    fn with(
+        change: impl FnOnce(
+            goaround::StackBuilder<Child, Request, Response>,
+        ) -> goaround::StackBuilder<Child, Request, Response>,
+    ) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = command("", "");
+        command.env("once", folder.path().join("once"));
+        let child = stdio::child(command).shutdown_grace(Duration::ZERO, FOREVER).exit_ends_effects();
+        let builder = Stack::builder(child).deadline(DEADLINE);
+        Self { stack: change(builder).build().unwrap(), _folder: folder }
+    }
+
+    /// What a call comes to, in less than its deadline.
+    async fn send(&self, method: &'static str, effect: Effect) -> Result<String, CallError> {
+        self.send_within(method, effect, DEADLINE).await
+    }
+
+    async fn send_within(
+        &self,
+        method: &'static str,
+        effect: Effect,
+        limit: Duration,
+    ) -> Result<String, CallError> {
+        let start = std::time::Instant::now();
+        let call = Request::new(method, ()).unwrap().as_effect(effect).within(limit);
+        let answer = self.stack.send(call).await;
+        // No call hangs beyond its deadline; the slack is for a busy machine.
+        assert!(start.elapsed() < limit + Duration::from_secs(5), "{method}, {effect:?}");
+        Ok(answer?.raw().get().trim_matches('"').to_owned())
+    }
+
+    /// The next call is answered, by the server's next life.
+    async fn is_well(&self) {
+        assert_eq!(self.send("echo", Effect::Write).await.unwrap(), "tame");
+        assert_eq!(self.stack.generation(), Some(2));
+        self.stack.shutdown(Duration::ZERO).await;
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_ends_in_a_call_is_replaced_for_a_read_and_leaves_a_write_in_doubt() {
+    for method in ["exit", "kill", "close_stdout"] {
+        for effect in [Effect::ReadOnly, Effect::Write] {
+            let once = Once::new();
+            match once.send(method, effect).await {
+                Ok(answer) => assert_eq!((answer.as_str(), effect), ("tame", Effect::ReadOnly), "{method}"),
+                Err(error) => {
+                    assert_eq!((error.outcome(), effect), (Outcome::Unknown, Effect::Write), "{error}");
+                    assert_eq!(error.attempts().len(), 1, "{method}: not replayed");
+                    assert!(exit(&error).await.group_gone, "{method}");
+                }
+            }
+            once.is_well().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_answers_and_exits_has_answered_and_the_next_call_starts_another() {
+    for (method, answer) in [("last", "bye"), ("cut", "whole")] {
+        for effect in [Effect::ReadOnly, Effect::Write] {
+            let once = Once::new();
+            assert_eq!(once.send(method, effect).await.unwrap(), answer);
+            // A pipe may still take what nobody reads any more: a read is asked again then.
+            assert_eq!(once.send("echo", Effect::ReadOnly).await.unwrap(), "tame");
+            once.is_well().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_grandchild_that_keeps_stdout_open_holds_up_neither_reads_nor_writes() {
+    for effect in [Effect::ReadOnly, Effect::Write] {
+        let once = Once::new();
+        let grandchild = once.send("grandchild", effect).await.unwrap().parse().unwrap();
+        assert!(is_alive(grandchild));
+        match once.send("kill", effect).await {
+            Ok(answer) => assert_eq!((answer.as_str(), effect), ("tame", Effect::ReadOnly)),
+            Err(error) => {
+                assert_eq!((error.outcome(), effect), (Outcome::Unknown, Effect::Write));
+                assert!(exit(&error).await.group_gone);
+            }
+        }
+        assert!(!is_alive(grandchild));
+        once.is_well().await;
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_the_whole_group_is_the_fence_of_a_write_and_its_replay_comes_after_it() {
+    let (tell, mut told) = mpsc::unbounded_channel();
+    let once = Once::with(|builder| {
+        builder.check(move |doubt: InDoubt<Request, Response>| {
+            let _ = tell.send(doubt.fence().map(ToString::to_string));
+            async move {
+                doubt.probe(Request::new("echo", ())?.read_only()).await?;
+                Ok(doubt.not_landed())
+            }
+        })
+    });
+    let grandchild = once.send("grandchild", Effect::Write).await.unwrap().parse().unwrap();
+    assert_eq!(once.send("kill", Effect::Write).await.unwrap(), "tame");
+    assert!(!is_alive(grandchild));
+    let fence = told.recv().await.unwrap();
+    assert_eq!(fence.as_deref(), Some("observed: the server's process group is gone"));
+    once.is_well().await;
+}
+
+#[tokio::test]
+async fn stderr_that_fills_its_pipe_stops_neither_a_read_nor_a_write() {
+    for effect in [Effect::ReadOnly, Effect::Write] {
+        let once = Once::new();
+        assert_eq!(once.send("noise", effect).await.unwrap(), "200");
+        assert_eq!(once.stack.generation(), Some(1));
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_closes_its_stdin_hangs_no_call_beyond_its_deadline() {
+    for effect in [Effect::ReadOnly, Effect::Write] {
+        let once = Once::new();
+        assert_eq!(once.send("close_stdin", effect).await.unwrap(), "0");
+        // Either the pipe is broken, and nothing was sent; or it took the call before the shell closed it.
+        match once.send_within("echo", effect, Duration::from_secs(2)).await {
+            Ok(answer) => assert_eq!(answer, "tame"),
+            Err(error) => {
+                let unheard = if effect.is_write() { Outcome::Unknown } else { Outcome::NoAnswer };
+                assert_eq!(error.outcome(), unheard, "{error}");
+            }
+        }
+        once.is_well().await;
+    }
+}
+
+#[tokio::test]
+async fn a_long_request_that_is_cut_by_a_kill_is_not_done_if_a_write_and_asked_again_if_a_read() {
+    for effect in [Effect::ReadOnly, Effect::Write] {
+        let once = Once::new();
+        let child = once.send("pid", Effect::ReadOnly).await.unwrap().parse().unwrap();
+        let long = Request::new("pay", [&"x".repeat(1 << 20)]).unwrap().as_effect(effect);
+        let kill = async {
+            has_stopped(child).await;
+            let child = rustix::process::Pid::from_raw(child).unwrap();
+            rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+        };
+        let (stop, long, ()) = tokio::join!(once.send("stop", Effect::ReadOnly), once.stack.send(long), kill);
+        assert_eq!(stop.unwrap(), "tame", "a read that was in flight too");
+        match long {
+            Ok(answer) => {
+                assert_eq!((answer.parse::<String>().unwrap().as_str(), effect), ("tame", Effect::ReadOnly));
+            }
+            Err(error) => {
+                assert_eq!((error.outcome(), effect), (Outcome::NotDone, Effect::Write), "{error}");
+                assert_eq!((error.delivery(), error.attempts().len()), (Delivery::NotProcessed, 1));
+            }
+        }
+        once.is_well().await;
+    }
+}
+
+#[tokio::test]
+async fn a_thousand_reads_in_flight_at_the_end_of_a_child_are_answered_by_the_next() {
+    // The first reads them all and answers none.
+    let hoard = "if ! [ -e \"$once\" ]; then : >\"$once\"; n=0; \
+        while [ $n -lt 1000 ]; do read -r line; n=$((n+1)); done; kill -KILL $$; fi";
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = command(hoard, "");
+    command.env("once", folder.path().join("once"));
+    let stack = Stack::builder(stdio::child(command)).deadline(Duration::from_secs(120)).build().unwrap();
+    let stack = std::sync::Arc::new(stack);
+    let calls: Vec<_> = (0..1_000)
+        .map(|_| {
+            let stack = stack.clone();
+            tokio::spawn(async move { stack.send(Request::new("get", ()).unwrap().read_only()).await })
+        })
+        .collect();
+    for call in calls {
+        assert_eq!(call.await.unwrap().unwrap().parse::<String>().unwrap(), "tame");
+    }
+    assert_eq!(stack.generation(), Some(2), "one reconnect");
+}
+
+#[tokio::test]
+async fn a_handshake_of_a_child_that_never_answers_ends_at_the_connect_timeout() {
+    let silent = server().handshake(|client| async move {
+        client.request(Request::new("stop", ())?).await?;
+        Ok(())
+    });
+    let stack = Stack::builder(silent)
+        .deadline(DEADLINE)
+        .reconnect(ReconnectLayer::once().connect_timeout(Duration::from_millis(200)))
+        .build()
+        .unwrap();
+    let start = std::time::Instant::now();
+    let error = stack.send(Request::new("pay", ()).unwrap()).await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::ConnectFailed(_)), "{error}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    assert!(start.elapsed() < DEADLINE / 2, "{:?}", start.elapsed());
 }
