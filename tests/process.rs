@@ -9,7 +9,7 @@ use goaround::{
     stdio::{self, Child, SpawnError},
 };
 use tokio::{process::Command, sync::mpsc};
-use tower::Service;
+use tower::{Layer, Service, ServiceExt};
 
 /// Longer than any test may take: what is waited for comes, or the test fails.
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -222,6 +222,21 @@ async fn an_unknown_command_is_an_error_that_names_it_and_no_argument() {
     assert!(!format!("{error}{error:?}{connector:?}").contains("secret"));
     // It does not latch: here it is simply still not there.
     connector.call(()).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn a_layer_alone_over_an_unknown_command_names_it_in_each_calls_error() {
+    let mut command = Command::new("goaround-no-such-program");
+    command.arg("--token=secret");
+    let service = ReconnectLayer::once().layer(stdio::child(command));
+    for effect in [Effect::ReadOnly, Effect::Write] {
+        let call = Request::new("echo", ()).unwrap().as_effect(effect);
+        let error = service.clone().oneshot(call).await.unwrap_err();
+        assert!(matches!(error.cause(), Cause::ConnectFailed(_)), "{error:?}");
+        assert_eq!(error.outcome(), Outcome::NotDone);
+        assert!(error.to_string().contains("goaround-no-such-program"), "{error}");
+        assert!(!format!("{error}{error:?}").contains("secret"));
+    }
 }
 
 #[tokio::test]
