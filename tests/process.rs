@@ -34,6 +34,7 @@ while read -r line; do
         last) answer '"bye"'; exit 0 ;;
         cut) printf '{"jsonrpc":"2.0","id":%s,"result":"whole"}' "$id"; exit 0 ;;
         grandchild) sleep 1000 & answer $! ;;
+        stubborn) (trap '' TERM; answer 1; while :; do sleep 1000; done) & ;;
         close_stdout) exec >&-; while :; do sleep 1000; done ;;
         close_stdin) answer 0; exec <&-; while :; do sleep 1000; done ;;
         noise) i=0
@@ -126,6 +127,18 @@ async fn a_grandchild_that_keeps_stdout_open_holds_up_nothing_and_is_ended() {
     let error = lost(&client, "kill").await;
     assert!(exit(&error).await.group_gone);
     assert!(!is_alive(grandchild));
+}
+
+#[tokio::test]
+async fn a_grandchild_that_keeps_stdout_open_and_heeds_no_sigterm_holds_up_no_call_either() {
+    let client = connect(&mut server().shutdown_grace(FOREVER, FOREVER)).await;
+    let group = rustix::process::Pid::from_raw(number(&client, "pid").await).unwrap();
+    assert_eq!(number(&client, "stubborn").await, 1);
+    // The call ends, though the group is still there and stays there.
+    let error = tokio::time::timeout(Duration::from_secs(30), lost(&client, "kill")).await.unwrap();
+    assert!(error.closure().unwrap().exit().is_none());
+    rustix::process::kill_process_group(group, rustix::process::Signal::KILL).unwrap();
+    assert!(exit(&error).await.group_gone);
 }
 
 #[tokio::test]
