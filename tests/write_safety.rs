@@ -1896,6 +1896,15 @@ async fn nested_layers_report_a_write_once() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_response_that_cannot_be_made_is_lost_and_the_report_is_not() {
+    let lab = Lab::new();
+    lab.write(fail(ambiguous()));
+    let layer = says(&lab, |doubt| doubt.landed_without_result()).landed_with(|_| panic!("tested"));
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.events.doubts()), (Outcome::DoneResultLost, 1));
+}
+
 /// A request that says to be a write when it is first asked, and a read from then on.
 struct Fickle(CallContext, Arc<AtomicU32>);
 

@@ -6,6 +6,7 @@ use std::{
     fmt,
     future::Future,
     mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc,
@@ -657,10 +658,13 @@ where
             self.attempts.push(attempt);
         }
         settle_all(&mut self.attempts, &Settled::Landed);
+        // Foreign code: if it panics the result is lost, and not the report too.
         let made = || Some((self.lane.config.landed_with.as_ref()?)(self.kept.as_ref()?));
-        Next::Resolve(match response.or_else(made) {
-            Some(response) => Ok(response),
-            None => Err(self.last_error()),
+        let response = response.map_or_else(|| catch_unwind(AssertUnwindSafe(made)), |it| Ok(Some(it)));
+        Next::Resolve(match response {
+            Ok(Some(response)) => Ok(response),
+            Ok(None) => Err(self.last_error()),
+            Err(_) => Err(self.last_error().note("landed_with panicked")),
         })
     }
 
