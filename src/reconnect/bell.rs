@@ -60,11 +60,15 @@ impl Bell {
 
     /// That waiter is about to poll the connect.
     pub(super) fn drives(&self, key: u64) {
+        let runtime = Handle::try_current().ok();
         let mut state = self.lock();
         state.driver = Some(key);
         state.polls += 1;
         (state.rung, state.stalled) = (false, false);
-        state.runtime = Handle::try_current().ok();
+        let old = mem::replace(&mut state.runtime, runtime);
+        // Without the lock: a handle may be the last thing that keeps somebody's waker.
+        drop(state);
+        drop(old);
     }
 
     /// A waiter is gone. If it was the driver, the one that waits longest is, from now on: it passes the
@@ -88,8 +92,11 @@ impl Bell {
     /// The connect has ended: gives out who is to be woken.
     pub(super) fn clear(&self) -> BTreeMap<u64, Waker> {
         let mut state = self.lock();
-        (state.driver, state.rung, state.stalled, state.runtime) = (None, false, false, None);
-        mem::take(&mut state.waiters)
+        (state.driver, state.rung, state.stalled) = (None, false, false);
+        let (waiters, old) = (mem::take(&mut state.waiters), state.runtime.take());
+        drop(state);
+        drop(old);
+        waiters
     }
 }
 
