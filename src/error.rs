@@ -45,8 +45,9 @@ pub enum Outcome {
 /// is known.
 ///
 /// Its text begins with what is known ("outcome UNKNOWN: …", "DONE, result lost: …", "no answer: …", "not
-/// done: …"), because people and models act on it. Texts of foreign errors are not in it, since they may
-/// hold secrets; they are in [`source`](StdError::source).
+/// done: …", "answered: …"), because people and models act on it. Of a server's own error the message is in
+/// it, of an [`io::Error`] what the operating system says. Texts of other foreign errors are not, since they
+/// may hold secrets; they are in [`source`](StdError::source).
 ///
 /// A service that is not of this crate makes its errors known by tower's `map_err` and one of the
 /// constructors; what none of them classified is [`CallError::ambiguous`].
@@ -461,7 +462,6 @@ impl CallError {
 
 impl fmt::Display for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { cause, method, attempts, notes, source, .. } = &*self.0;
         let outcome = self.outcome();
         f.write_str(match outcome {
             Outcome::NotDone => "not done: ",
@@ -470,10 +470,32 @@ impl fmt::Display for CallError {
             Outcome::DoneResultLost => "DONE, result lost: ",
             Outcome::Answered => "answered: ",
         })?;
+        Happened(self).fmt(f)?;
+        match outcome {
+            Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
+            Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
+            Outcome::Answered if self.may_have_landed() => {
+                f.write_str("; an earlier attempt may have been applied; verify before repeating")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What happened, without what is known of it: what an error says of one call must not be read as said of
+/// another, in whose error it stands.
+struct Happened<'a>(&'a CallError);
+
+impl fmt::Display for Happened<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { cause, method, attempts, notes, source, .. } = &*self.0.0;
         if !method.is_empty() {
             write!(f, "{method}: ")?;
         }
-        cause.fmt(f)?;
+        match cause {
+            Cause::Other if self.0.outcome() == Outcome::Answered => f.write_str("an error of its own")?,
+            cause => cause.fmt(f)?,
+        }
         if matches!(cause, Cause::Other | Cause::NotReady | Cause::Closed(_) | Cause::Evidence(_))
             && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
         {
@@ -485,14 +507,7 @@ impl fmt::Display for CallError {
         for note in notes {
             write!(f, "; {note}")?;
         }
-        match outcome {
-            Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
-            Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
-            Outcome::Answered if self.may_have_landed() => {
-                f.write_str("; an earlier attempt may have been applied; verify before repeating")
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -524,10 +539,11 @@ impl StdError for CallError {
     }
 }
 
-/// The text of an error that is known to hold no secret: this crate's own and the operating system's.
+/// The text of an error that is known to hold no secret, to stand in another error's: this crate's own and
+/// the operating system's.
 pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
     if let Some(error) = error.downcast_ref::<CallError>() {
-        return Some(error.to_string());
+        return Some(Happened(error).to_string());
     }
     if let Some(error) = error.downcast_ref::<crate::stdio::SpawnError>() {
         return Some(error.to_string());
@@ -843,7 +859,20 @@ mod tests {
         assert_eq!(refused.to_string(), "not done: pay: the stack is shut down");
         let answer = write(CallError::server(ServerError::new(-32000, "quota")));
         assert_eq!(answer.to_string(), "answered: pay: quota (code -32000)");
+        let answer = write(CallError::answered(secret()));
+        assert_eq!(answer.to_string(), "answered: pay: an error of its own (other error)");
         assert!(!format!("{unknown:?}{read:?}").contains("token"));
+    }
+
+    #[test]
+    fn within_another_errors_text_it_says_what_happened_and_nothing_that_could_be_taken_for_that_calls() {
+        let unknown = write(CallError::of_closure(Closure::new("gone"), Delivery::Ambiguous));
+        let read = CallError::deadline(Delivery::Ambiguous).of_call("list", Effect::ReadOnly);
+        for (inner, text) in [(unknown, "pay: gone"), (read, "list: the deadline passed")] {
+            assert_eq!(safe_text(&inner).unwrap(), text);
+            let outer = CallError::connect_failed(Arc::new(ConnectError::Connector(Box::new(inner))));
+            assert_eq!(write(outer).to_string(), format!("not done: pay: cannot connect: {text}"));
+        }
     }
 
     #[test]

@@ -179,10 +179,12 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
             "absent, but the request is not sent to its end, so that no declared fence holds"
         }
         (Undeclared::DoesNotFit, _) => {
-            "absent, but no fence holds: the quarantine does not fit in the time left; a longer deadline or              not_landed_because(..) would give one"
+            "absent, but no fence holds: the quarantine does not fit in the time left; a longer deadline or \
+             not_landed_because(..) would give one"
         }
         (Undeclared::NoQuarantine, Some(closure)) if closure.exit_ends_effects() => {
-            "absent, but no fence holds: the old process is not known to be gone; quarantine(..) on the layer              or not_landed_because(..) would give one"
+            "absent, but no fence holds: the old process is not known to be gone; quarantine(..) on the layer \
+             or not_landed_because(..) would give one"
         }
         (Undeclared::NoQuarantine, Some(_)) => {
             "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) on the layer or \
