@@ -250,7 +250,10 @@ impl CallError {
         }
     }
 
-    /// The method that was called; empty while no layer has said.
+    /// The method that was called; empty where nobody has said. Those that say it keep it anyway: the
+    /// connections of this crate, [`ReconnectLayer`](crate::ReconnectLayer),
+    /// [`WriteSafetyLayer`](crate::WriteSafetyLayer) for writes and
+    /// [`RetryReadOnly`](crate::RetryReadOnly) for reads.
     pub fn method(&self) -> &str {
         &self.0.method
     }
@@ -260,16 +263,26 @@ impl CallError {
         self.0.notes.iter().map(AsRef::as_ref)
     }
 
-    /// The foreign error, by reference.
+    /// The foreign error, by reference: the one that was given, or the connector's where no connection could
+    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError).
     pub fn get_ref<E: StdError + 'static>(&self) -> Option<&E> {
-        self.0.source.as_deref()?.downcast_ref()
+        match (self.0.source.as_deref(), &self.0.cause) {
+            (Some(source), _) => source.downcast_ref(),
+            (None, Cause::ConnectFailed(error)) => match &**error {
+                ConnectError::Connector(error) => error.downcast_ref(),
+                _ => None,
+            },
+            (None, _) => None,
+        }
     }
 
-    /// The foreign error, as it was given.
+    /// The foreign error, as it was given. A connector's error is shared by all calls that waited for the
+    /// connection, so that it comes out by reference alone ([`get_ref`](CallError::get_ref)).
     ///
     /// # Errors
     ///
-    /// This error itself, if it has no source of that type.
+    /// This error itself, if it has no source of that type: also where no error was given, since the deadline
+    /// passed or a layer turned the call away.
     pub fn downcast<E: StdError + 'static>(mut self) -> Result<E, Self> {
         match self.0.source.take().map(|source| source.downcast::<E>()) {
             Some(Ok(error)) => Ok(*error),
