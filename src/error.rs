@@ -17,7 +17,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
+    Basis, BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
     delivery::ConnectError,
     write_safety::{Fence, FenceBasis},
 };
@@ -68,6 +68,8 @@ struct Inner {
     /// `None`: by the cause's evidence and the effect.
     delivery: Option<Delivery>,
     effect: Option<Effect>,
+    /// Who said so, where a layer stamped the call after the outermost one had seen it.
+    basis: Option<Basis>,
     method: Cow<'static, str>,
     attempts: Vec<Attempt>,
     retry_after: Option<Duration>,
@@ -303,6 +305,7 @@ impl CallError {
             scope,
             delivery,
             effect: None,
+            basis: None,
             method: Cow::Borrowed(""),
             attempts: Vec::new(),
             retry_after: None,
@@ -385,6 +388,7 @@ impl CallError {
     fn facts(&self) -> Self {
         let mut facts = Self::new(self.0.cause.clone(), self.0.scope, self.0.delivery);
         facts.0.effect = self.0.effect;
+        facts.0.basis = self.0.basis;
         facts.0.method = self.0.method.clone();
         facts.0.attempts = self.0.attempts.clone();
         facts.0.retry_after = self.0.retry_after;
@@ -420,6 +424,16 @@ impl CallError {
             self.0.method = Cow::Owned(method.to_owned());
         }
         self
+    }
+
+    /// Says who said what effect the call has.
+    pub(crate) fn classified(mut self, basis: Basis) -> Self {
+        self.0.basis = Some(basis);
+        self
+    }
+
+    pub(crate) fn basis(&self) -> Option<Basis> {
+        self.0.basis
     }
 
     /// Enters the attempt that this error ended, if no layer further down has entered any.

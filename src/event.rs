@@ -211,7 +211,7 @@ impl Events {
             call,
             method: error.method().to_owned(),
             effect: error.effect(),
-            basis,
+            basis: error.basis().unwrap_or(basis),
             attempts: error.attempts().to_vec(),
             outcome: Some(error.outcome()),
             notes: error.notes().map(str::to_owned).collect(),

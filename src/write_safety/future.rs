@@ -220,7 +220,7 @@ where
                 let result = ready!(attempt.poll(cx));
                 let result = match (result, reporter) {
                     (Ok(response), _) => Ok(response),
-                    (Err(error), None) => Err(error),
+                    (Err(error), None) => Err(error.classified(*basis)),
                     (Err(error), Some(events)) => {
                         let error = error.of_call("", *effect).with_attempt(None);
                         events.failed(Some(*call), *basis, &error);
@@ -743,7 +743,7 @@ where
                 self.attempts.extend(in_between);
                 Ok(response)
             }
-            Err(error) => Err(error.after_attempts(mem::take(&mut self.attempts))),
+            Err(error) => Err(error.after_attempts(mem::take(&mut self.attempts)).classified(self.basis)),
         };
         let outcome = result.as_ref().err().map(CallError::outcome);
         let doubtful = match &result {
