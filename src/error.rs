@@ -8,9 +8,10 @@ use std::{
     fmt,
     future::Future,
     io,
-    pin::Pin,
+    pin::{Pin, pin},
     process::ExitStatus,
     sync::{Arc, Mutex, OnceLock, PoisonError},
+    task::{Context, Waker},
     time::Duration,
 };
 
@@ -780,6 +781,11 @@ impl Closure {
         };
         *future = None;
         self.0.exited.get_or_init(|| exit).clone()
+    }
+
+    /// Finds out how the process ended, as far as that needs no waiting.
+    pub(crate) fn learn_exit(&self) {
+        let _ = pin!(self.exited()).poll(&mut Context::from_waker(Waker::noop()));
     }
 
     /// How the process ended, if that is known already.
