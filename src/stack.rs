@@ -352,8 +352,8 @@ where
         self
     }
 
-    /// Says what effect a call has; `None` keeps the request's own, or what the connector's rules say. It
-    /// holds for probes too.
+    /// Says what effect a call has; `None` keeps what [`WriteSafetyLayer::classify`] says, or else the
+    /// connector's rules, or else the request itself. It holds for probes too.
     #[must_use]
     pub fn classify(mut self, classify: impl Fn(&Req) -> Option<Effect> + Send + Sync + 'static) -> Self {
         self.classify =
@@ -417,13 +417,7 @@ where
         }
         validate(&connector).map_err(ConfigError)?;
 
-        let writes = match (classify, classifier_of::<M, Req>(&connector)) {
-            (Some(own), Some(rules)) => {
-                writes.classify_by(Arc::new(move |request| own(request).or_else(|| rules(request))))
-            }
-            (Some(classify), None) | (None, Some(classify)) => writes.classify_by(classify),
-            (None, None) => writes,
-        };
+        let writes = writes.classify_between(classify, classifier_of::<M, Req>(&connector));
         // The same sink everywhere: each event is emitted by one layer only.
         let (deadline, writes, retry, reconnect) = match events.is_set() {
             true => (

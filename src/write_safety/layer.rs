@@ -130,8 +130,28 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         self.classify_by(Arc::new(move |request| classify(request).map(|effect| (effect, Basis::Caller))))
     }
 
-    pub(crate) fn classify_by(self, classify: Classifier<Req>) -> Self {
+    fn classify_by(self, classify: Classifier<Req>) -> Self {
         self.set(None, |config| config.classify = Some(classify))
+    }
+
+    /// What the layer's own classifier does not know, the next one does: `before` goes before it and `after`
+    /// after it.
+    pub(crate) fn classify_between(
+        self,
+        before: Option<Classifier<Req>>,
+        after: Option<Classifier<Req>>,
+    ) -> Self
+    where
+        Req: 'static,
+    {
+        let all = [before, self.config.classify.clone(), after];
+        let chain = all.into_iter().flatten().reduce(|first, next| {
+            Arc::new(move |request: &Req| first(request).or_else(|| next(request))) as Classifier<Req>
+        });
+        match chain {
+            Some(chain) => self.classify_by(chain),
+            None => self,
+        }
     }
 
     /// Where this layer's [`InDoubt`](Event::InDoubt) and [`Abandoned`](Event::Abandoned) events go if no
