@@ -18,14 +18,14 @@ use crate::{
 ///
 /// ```
 /// use std::time::Duration;
-/// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::InDoubt};
+/// use goaround::{Call, WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::InDoubt};
 ///
 /// // Every write without an answer is reported as unknown, and none is replayed:
 /// let _none = WriteSafetyLayer::<Request, Response>::refuse();
 ///
 /// // With a check, and the declaration that nothing lands more than 20 s after its last byte was sent:
 /// let _some = WriteSafetyLayer::new(|doubt: InDoubt<Request, Response>| async move {
-///     let seen = doubt.probe(Request::new("doc/list", ())?).await?;
+///     let seen = doubt.probe(Request::new("doc/list", ())?.read_only()).await?;
 ///     Ok(if seen.raw().get().contains("t1") { doubt.landed_without_result() } else { doubt.not_landed() })
 /// })
 /// .attempt_timeout(Duration::from_secs(5))
