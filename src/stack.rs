@@ -362,7 +362,12 @@ where
     }
 
     /// Settles writes in doubt by that check: short for [`writes`](Self::writes) with
-    /// [`WriteSafetyLayer::new`]. Without either, every write in doubt is unknown and none is replayed.
+    /// [`WriteSafetyLayer::new`], which also takes an [`EffectCheck`](crate::EffectCheck) that is no closure.
+    /// Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
+    ///
+    /// The check is asked about all writes of the stack. A replay needs a fence besides, such as
+    /// [`Child::exit_ends_effects`](crate::stdio::Child::exit_ends_effects) on the connector or
+    /// [`WriteSafetyLayer::quarantine`].
     #[must_use]
     pub fn check<F, Fut>(self, check: F) -> Self
     where

@@ -192,7 +192,9 @@ impl<Req, Res> InDoubt<Req, Res> {
         self.closure.as_ref()
     }
 
-    /// The fence that held before this check began, if one does.
+    /// The fence that held before this check began, if one does. None while the server is alive and silent:
+    /// that its exit ends its effects is a fence only once it has exited, and a quarantine is one once it is
+    /// over.
     pub fn fence(&self) -> Option<&Fence> {
         self.fence.as_ref()
     }
