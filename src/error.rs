@@ -8,7 +8,7 @@ use std::{
     fmt,
     future::Future,
     io,
-    pin::Pin,
+    pin::{Pin, pin},
     process::ExitStatus,
     sync::{Arc, Mutex, OnceLock, PoisonError},
     task::{Context, Poll, Wake, Waker},
@@ -46,8 +46,9 @@ pub enum Outcome {
 /// is known.
 ///
 /// Its text begins with what is known ("outcome UNKNOWN: …", "DONE, result lost: …", "no answer: …", "not
-/// done: …"), because people and models act on it. Texts of foreign errors are not in it, since they may
-/// hold secrets; they are in [`source`](StdError::source).
+/// done: …", "answered: …"), because people and models act on it. Of a server's own error the message is in
+/// it, of an [`io::Error`] what the operating system says. Texts of other foreign errors are not, since they
+/// may hold secrets; they are in [`source`](StdError::source).
 ///
 /// A service that is not of this crate makes its errors known by tower's `map_err` and one of the
 /// constructors; what none of them classified is [`CallError::ambiguous`].
@@ -263,7 +264,10 @@ impl CallError {
         }
     }
 
-    /// The method that was called; empty while no layer has said.
+    /// The method that was called; empty where nobody has said. Those that say it keep it anyway: the
+    /// connections of this crate, [`ReconnectLayer`](crate::ReconnectLayer),
+    /// [`WriteSafetyLayer`](crate::WriteSafetyLayer) for writes and
+    /// [`RetryReadOnly`](crate::RetryReadOnly) for reads.
     pub fn method(&self) -> &str {
         &self.0.method
     }
@@ -273,16 +277,26 @@ impl CallError {
         self.0.notes.iter().map(AsRef::as_ref)
     }
 
-    /// The foreign error, by reference.
+    /// The foreign error, by reference: the one that was given, or the connector's where no connection could
+    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError).
     pub fn get_ref<E: StdError + 'static>(&self) -> Option<&E> {
-        self.0.source.as_deref()?.downcast_ref()
+        match (self.0.source.as_deref(), &self.0.cause) {
+            (Some(source), _) => source.downcast_ref(),
+            (None, Cause::ConnectFailed(error)) => match &**error {
+                ConnectError::Connector(error) => error.downcast_ref(),
+                _ => None,
+            },
+            (None, _) => None,
+        }
     }
 
-    /// The foreign error, as it was given.
+    /// The foreign error, as it was given. A connector's error is shared by all calls that waited for the
+    /// connection, so that it comes out by reference alone ([`get_ref`](CallError::get_ref)).
     ///
     /// # Errors
     ///
-    /// This error itself, if it has no source of that type.
+    /// This error itself, if it has no source of that type: also where no error was given, since the deadline
+    /// passed or a layer turned the call away.
     pub fn downcast<E: StdError + 'static>(mut self) -> Result<E, Self> {
         match self.0.source.take().map(|source| source.downcast::<E>()) {
             Some(Ok(error)) => Ok(*error),
@@ -483,7 +497,6 @@ impl CallError {
 
 impl fmt::Display for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { cause, method, attempts, notes, source, .. } = &*self.0;
         let outcome = self.outcome();
         f.write_str(match outcome {
             Outcome::NotDone => "not done: ",
@@ -492,21 +505,7 @@ impl fmt::Display for CallError {
             Outcome::DoneResultLost => "DONE, result lost: ",
             Outcome::Answered => "answered: ",
         })?;
-        if !method.is_empty() {
-            write!(f, "{method}: ")?;
-        }
-        cause.fmt(f)?;
-        if matches!(cause, Cause::Other | Cause::NotReady | Cause::Closed(_) | Cause::Evidence(_))
-            && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
-        {
-            write!(f, " ({text})")?;
-        }
-        if attempts.len() > 1 {
-            write!(f, ", after {} attempts", attempts.len())?;
-        }
-        for note in notes {
-            write!(f, "; {note}")?;
-        }
+        Happened(self).fmt(f)?;
         match outcome {
             Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
             Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
@@ -518,6 +517,35 @@ impl fmt::Display for CallError {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// What happened, without what is known of it: what an error says of one call must not be read as said of
+/// another, in whose error it stands.
+struct Happened<'a>(&'a CallError);
+
+impl fmt::Display for Happened<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { cause, method, attempts, notes, source, .. } = &*self.0.0;
+        if !method.is_empty() {
+            write!(f, "{method}: ")?;
+        }
+        match cause {
+            Cause::Other if self.0.outcome() == Outcome::Answered => f.write_str("an error of its own")?,
+            cause => cause.fmt(f)?,
+        }
+        if matches!(cause, Cause::Other | Cause::NotReady | Cause::Closed(_) | Cause::Evidence(_))
+            && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
+        {
+            write!(f, " ({text})")?;
+        }
+        if attempts.len() > 1 {
+            write!(f, ", after {} attempts", attempts.len())?;
+        }
+        for note in notes {
+            write!(f, "; {note}")?;
+        }
+        Ok(())
     }
 }
 
@@ -549,10 +577,11 @@ impl StdError for CallError {
     }
 }
 
-/// The text of an error that is known to hold no secret: this crate's own and the operating system's.
+/// The text of an error that is known to hold no secret, to stand in another error's: this crate's own and
+/// the operating system's.
 pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
     if let Some(error) = error.downcast_ref::<CallError>() {
-        return Some(error.to_string());
+        return Some(Happened(error).to_string());
     }
     if let Some(error) = error.downcast_ref::<crate::stdio::SpawnError>() {
         return Some(error.to_string());
@@ -798,6 +827,11 @@ impl Closure {
         Poll::Ready(exit)
     }
 
+    /// Finds out how the process ended, as far as that needs no waiting.
+    pub(crate) fn learn_exit(&self) {
+        let _ = pin!(self.exited()).poll(&mut Context::from_waker(Waker::noop()));
+    }
+
     /// How the process ended, if that is known already.
     pub fn exit(&self) -> Option<&Exit> {
         self.0.exited.get()?.as_ref()
@@ -922,6 +956,8 @@ mod tests {
         assert_eq!(refused.to_string(), "not done: pay: the stack is shut down");
         let answer = write(CallError::server(ServerError::new(-32000, "quota")));
         assert_eq!(answer.to_string(), "answered: pay: quota (code -32000)");
+        let answer = write(CallError::answered(secret()));
+        assert_eq!(answer.to_string(), "answered: pay: an error of its own (other error)");
         assert!(!format!("{unknown:?}{read:?}").contains("token"));
         let connector = Arc::new(ConnectError::Connector("token=hunter2".into()));
         let connect = write(CallError::connect_failed(connector));
@@ -929,6 +965,17 @@ mod tests {
         let data = ServerError::new(1, "no").with_data(serde_json::json!({ "echo": "token=hunter2" }));
         let answer = write(CallError::server(data));
         assert!(!format!("{connect:?}{answer:?}{answer}").contains("token"));
+    }
+
+    #[test]
+    fn within_another_errors_text_it_says_what_happened_and_nothing_that_could_be_taken_for_that_calls() {
+        let unknown = write(CallError::of_closure(Closure::new("gone"), Delivery::Ambiguous));
+        let read = CallError::deadline(Delivery::Ambiguous).of_call("list", Effect::ReadOnly);
+        for (inner, text) in [(unknown, "pay: gone"), (read, "list: the deadline passed")] {
+            assert_eq!(safe_text(&inner).unwrap(), text);
+            let outer = CallError::connect_failed(Arc::new(ConnectError::Connector(Box::new(inner))));
+            assert_eq!(write(outer).to_string(), format!("not done: pay: cannot connect: {text}"));
+        }
     }
 
     #[test]

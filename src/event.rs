@@ -1,8 +1,11 @@
-//! What the layers report: every call that needed more than one attempt or a reconnect, every closure,
-//! every recovery, every write in doubt.
+//! What the layers report: every call that needed more than one attempt, every closure, every recovery,
+//! every write in doubt.
 //!
 //! An event holds no token, header value, session id, argument or result. All of them serialize, and go to
-//! [`tracing`] (target `goaround`) too, whether or not somebody asked for them by `on_event`.
+//! [`tracing`] (target `goaround`) too, whether or not somebody asked for them by `on_event`. Two fields hold
+//! what others wrote: [`Incident::stderr`], where a server may say anything, and [`DoubtReport::reason`] with
+//! the words of the caller's check. They have no time of their own: an event is emitted when it happens,
+//! except for an [`Incident`].
 
 use std::{
     fmt,
@@ -24,11 +27,14 @@ use crate::{
 #[serde(tag = "event", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Event<'a> {
-    /// A call with more than one attempt or a reconnect has ended. Emitted once, for the outermost layer of
-    /// this crate that the call passed.
+    /// A call with more than one attempt has ended, with a success or not. A connection that was found dead
+    /// before anything was sent counts as an attempt; that a call waited for a connection does not. Emitted
+    /// once, for the outermost layer of this crate that the call passed. A call that failed at its only attempt
+    /// says so to its caller alone.
     Call(&'a CallReport),
     /// A connection closed. Emitted when the connect that followed it has ended, so that it can say what was
-    /// there before and after.
+    /// there before and after: with the next call, or at the shutdown. A first connect that fails is not an
+    /// incident but the error of the calls that waited for it.
     Incident(&'a Incident),
     /// A read succeeded on the connection that followed a closure.
     Recovery(&'a Recovery),
@@ -129,7 +135,7 @@ pub struct Recovery {
     pub reconnect: Duration,
     /// How long it took from the closure's discovery to the read that proved the recovery.
     pub took: Duration,
-    /// The read that proved it.
+    /// The read that proved it; `ping` where an MCP connection's own was quicker.
     pub proved_by: String,
 }
 
@@ -204,7 +210,7 @@ impl Events {
         }
     }
 
-    /// Reports a failed call, if there is something to report: more than one attempt, or a reconnect.
+    /// Reports a failed call, if there is something to report: more than one attempt.
     pub(crate) fn failed(&self, call: Option<CallId>, basis: Basis, error: &CallError) {
         if error.attempts().len() < 2 {
             return;

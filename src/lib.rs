@@ -39,6 +39,9 @@
 //! /// Was the invoice created? Asked after a write ended without an answer.
 //! async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
 //!     let call: Value = doubt.request().params()?;
+//!     if call["name"] != "create_invoice" {
+//!         return Ok(doubt.unknown("no check for this tool"));
+//!     }
 //!     let list = json!({ "name": "list_invoices", "arguments": {} });
 //!     let list: Value = doubt.probe(Request::new("tools/call", list)?).await?.parse()?;
 //!     let invoices = list["structuredContent"]["invoices"].as_array().ok_or("no list of invoices")?;

@@ -352,8 +352,8 @@ where
         self
     }
 
-    /// Says what effect a call has; `None` keeps the request's own, or what the connector's rules say. It
-    /// holds for probes too.
+    /// Says what effect a call has; `None` keeps what [`WriteSafetyLayer::classify`] says, or else the
+    /// connector's rules, or else the request itself. It holds for probes too.
     #[must_use]
     pub fn classify(mut self, classify: impl Fn(&Req) -> Option<Effect> + Send + Sync + 'static) -> Self {
         self.classify =
@@ -362,7 +362,12 @@ where
     }
 
     /// Settles writes in doubt by that check: short for [`writes`](Self::writes) with
-    /// [`WriteSafetyLayer::new`]. Without either, every write in doubt is unknown and none is replayed.
+    /// [`WriteSafetyLayer::new`], which also takes an [`EffectCheck`](crate::EffectCheck) that is no closure.
+    /// Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
+    ///
+    /// The check is asked about all writes of the stack. A replay needs a fence besides, such as
+    /// [`Child::exit_ends_effects`](crate::stdio::Child::exit_ends_effects) on the connector or
+    /// [`WriteSafetyLayer::quarantine`].
     #[must_use]
     pub fn check<F, Fut>(self, check: F) -> Self
     where
@@ -417,13 +422,7 @@ where
         }
         validate(&connector).map_err(ConfigError)?;
 
-        let writes = match (classify, classifier_of::<M, Req>(&connector)) {
-            (Some(own), Some(rules)) => {
-                writes.classify_by(Arc::new(move |request| own(request).or_else(|| rules(request))))
-            }
-            (Some(classify), None) | (None, Some(classify)) => writes.classify_by(classify),
-            (None, None) => writes,
-        };
+        let writes = writes.classify_between(classify, classifier_of::<M, Req>(&connector));
         // The same sink everywhere: each event is emitted by one layer only.
         let (deadline, writes, retry, reconnect) = match events.is_set() {
             true => (

@@ -4,8 +4,10 @@
 use std::{os::unix::process::ExitStatusExt, time::Duration};
 
 use goaround::{
-    BoxError, Call, CallError, Cause, Delivery, Effect, Exit, InDoubt, Outcome, ReconnectLayer, Stack,
+    Basis, BoxError, Call, CallError, Cause, Delivery, Effect, Event, Exit, InDoubt, Outcome, ReconnectLayer,
+    RetryReadOnly, Stack, WriteSafetyLayer,
     jsonrpc::{Client, Request, Response},
+    mcp,
     stdio::{self, Child, SpawnError},
 };
 use tokio::{process::Command, sync::mpsc};
@@ -556,4 +558,79 @@ async fn a_handshake_of_a_child_that_never_answers_ends_at_the_connect_timeout()
     assert!(matches!(error.cause(), Cause::ConnectFailed(_)), "{error}");
     assert_eq!(error.outcome(), Outcome::NotDone);
     assert!(start.elapsed() < DEADLINE / 2, "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn a_stack_names_the_handshakes_error_and_its_reader_finds_the_servers_last_words() {
+    let command = command("read -r line; echo 'no license' >&2; exit 4", "");
+    let stack = Stack::builder(mcp::stdio(command)).retry(RetryReadOnly.attempts(1)).build().unwrap();
+    let error = stack.send(Request::new("tools/list", ()).unwrap()).await.unwrap_err();
+    let text = "cannot connect: the connection closed during the handshake (exit status: 4)";
+    assert_eq!(error.to_string(), format!("not done: tools/list: {text}"));
+    let handshake = error.get_ref::<mcp::HandshakeError>();
+    let Some(mcp::HandshakeError::Closed { stderr, .. }) = handshake else { panic!("{handshake:?}") };
+    assert_eq!(stderr, &["no license"]);
+    // Nothing in the chain of sources speaks of the outcome of another call than this one.
+    let mut next = std::error::Error::source(&error);
+    while let Some(source) = next {
+        assert!(!source.to_string().contains("UNKNOWN"), "{source}");
+        next = source.source();
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_waits_for_a_handshake_in_vain_is_told_that_there_is_no_connection() {
+    let stack = Stack::builder(mcp::stdio(command("cat >/dev/null", ""))).build().unwrap();
+    let list = Request::new("tools/list", ()).unwrap().within(Duration::from_millis(50));
+    let error = stack.send(list).await.unwrap_err();
+    assert_eq!(error.to_string(), "not done: tools/list: the deadline passed; no connection yet");
+    stack.shutdown(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn an_incident_that_no_connect_follows_says_how_the_process_ended() {
+    let (tell, mut told) = mpsc::unbounded_channel();
+    let stack = Stack::builder(server())
+        .on_event(move |event| {
+            if let Event::Incident(incident) = event {
+                let _ = tell.send(incident.exit.clone());
+            }
+        })
+        .build()
+        .unwrap();
+    let error = stack.send(Request::new("exit", ()).unwrap()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    stack.shutdown(FOREVER).await;
+    assert_eq!(told.recv().await.unwrap().as_deref(), Some("exit status: 3"));
+}
+
+#[tokio::test]
+async fn a_failed_call_is_reported_with_the_basis_of_its_effect() {
+    let (tell, mut told) = mpsc::unbounded_channel();
+    let stack = Stack::builder(mcp::stdio(command("exit 4", "")))
+        .on_event(move |event| {
+            if let Event::Call(report) = event {
+                let _ = tell.send((report.effect, report.basis));
+            }
+        })
+        .build()
+        .unwrap();
+    stack.send(Request::new("tools/list", ()).unwrap()).await.unwrap_err();
+    assert_eq!(told.recv().await.unwrap(), (Effect::ReadOnly, Basis::Protocol));
+}
+
+#[tokio::test]
+async fn the_rules_of_a_server_and_of_the_layer_for_writes_count_both() {
+    let rules = mcp::ToolRules::new().read_only(["get", "charge"]);
+    let stack = Stack::builder(mcp::stdio(command("exit 4", "")).tools(rules))
+        .writes(WriteSafetyLayer::refuse().classify(|request: &Request| {
+            let call: serde_json::Value = request.params().ok()?;
+            (call["name"] == "charge").then_some(Effect::Write)
+        }))
+        .build()
+        .unwrap();
+    for (tool, effect) in [("get", Effect::ReadOnly), ("charge", Effect::Write)] {
+        let call = Request::new("tools/call", serde_json::json!({ "name": tool })).unwrap();
+        assert_eq!(stack.send(call).await.unwrap_err().effect(), effect);
+    }
 }

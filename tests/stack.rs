@@ -327,6 +327,22 @@ async fn classify_on_the_stack_wins_over_the_tag() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn classify_on_the_layer_counts_where_the_stacks_own_does_not_say() {
+    for (own, calls) in [(None, 2), (Some(Effect::Write), 1)] {
+        let server = Server::new();
+        let serve: Serve =
+            |n, _| Box::pin(ready(if n == 0 { Err(CallError::ambiguous("x")) } else { Ok(1) }));
+        let stack = Stack::builder(Connector(server.clone(), serve))
+            .classify(move |_| own)
+            .writes(WriteSafetyLayer::refuse().classify(|_| Some(Effect::ReadOnly)))
+            .build()
+            .unwrap();
+        let _ = stack.send(write()).await;
+        assert_eq!(server.calls.load(Ordering::Relaxed), calls);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn every_event_comes_once() {
     let events = Arc::new(Mutex::new(Vec::new()));
     let seen = events.clone();

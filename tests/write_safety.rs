@@ -774,7 +774,10 @@ async fn a_check_that_errs_hangs_or_panics_is_unknown_and_leads_to_no_replay() {
     type Check = fn(Doubt) -> std::pin::Pin<Box<dyn Future<Output = Checked> + Send>>;
     let checks: [(Check, &str); 6] = [
         (|_| Box::pin(async { Err("token=hunter2".into()) }), "the check failed"),
-        (|_| Box::pin(async { Err(CallError::not_sent("x").into()) }), "the check failed: not done: "),
+        (
+            |_| Box::pin(async { Err(CallError::not_sent("x").into()) }),
+            "the check failed: the service failed",
+        ),
         (|_| Box::pin(pending()), "the check took too long"),
         (|_| panic!("in the function"), "the check panicked"),
         (|_| Box::pin(async { panic!("in its future") }), "the check panicked"),

@@ -58,12 +58,12 @@ pub enum HandshakeError {
         exit: Option<ExitStatus>,
         /// The last lines of its standard error. They may hold anything, and are not in this error's text.
         stderr: Vec<String>,
-        /// How the connection did.
-        #[source]
+        /// How the connection did. Not this error's source: its text speaks of the handshake's call and is not to
+        /// be taken for the call's that waited for the connection.
         error: CallError,
     },
     /// The call failed in another way.
-    #[error("the handshake failed: {0}")]
+    #[error("the handshake failed: {}", crate::error::safe_text(.0).unwrap_or_default())]
     Failed(CallError),
     /// The version to offer ([`Stdio::protocol_version`](super::Stdio::protocol_version)) has no handshake.
     #[error("wrong configuration: the protocol version {0} has no `initialize` handshake")]

@@ -12,6 +12,27 @@
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
+//!
+//! # A server that does not start
+//!
+//! [`build`](crate::StackBuilder::build) finds a program that is not there. One that ends in its handshake
+//! fails the calls that waited for it as not done; what it wrote to its standard error may hold secrets, so it
+//! is not in their text but in the [`HandshakeError`]:
+//!
+//! ```no_run
+//! use goaround::{Stack, jsonrpc::Request, mcp::{self, HandshakeError}};
+//!
+//! # async fn run() -> Result<(), goaround::BoxError> {
+//! let server = Stack::builder(mcp::stdio(tokio::process::Command::new("invoice-server"))).build()?;
+//! if let Err(error) = server.send(Request::new("tools/list", ())?).await {
+//!     eprintln!("{error}");
+//!     if let Some(HandshakeError::Closed { stderr, .. }) = error.get_ref() {
+//!         eprintln!("its last words: {stderr:?}");
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 mod catalog;
 pub mod checks;
@@ -53,7 +74,8 @@ use crate::{
     stdio::{self, Child},
 };
 
-/// The stack around an MCP server that is a child process.
+/// The stack around an MCP server that is a child process. Not the connection to it, which is a
+/// [`jsonrpc::Client`].
 pub type Client = crate::Stack<Stdio, Request, jsonrpc::Response>;
 
 /// A connector that starts `command`, an MCP server, for each connection. See [`stdio::child`].
@@ -138,6 +160,18 @@ impl Stdio {
     }
 
     /// What the caller knows of the server's tools. Without it all of them are writes.
+    ///
+    /// A [`Stack`](crate::Stack) around this connector takes the rules from it, as it stands: not from within
+    /// another service around it. Layers put together by hand know nothing of connectors, and every call is a
+    /// write to them, `tools/list` too, unless they are told:
+    ///
+    /// ```
+    /// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, mcp::ToolRules};
+    ///
+    /// let rules = ToolRules::new().read_only(["get_invoice"]);
+    /// let layer = WriteSafetyLayer::<Request, Response>::refuse()
+    ///     .classify(move |request| rules.classify(request).map(|(effect, _)| effect));
+    /// ```
     #[must_use]
     pub fn tools(mut self, rules: ToolRules) -> Self {
         self.settings.tools = rules;

@@ -221,7 +221,7 @@ where
                             return Poll::Ready(Err(call.unsent(error, request.take())));
                         }
                         Poll::Pending => {
-                            return call.give_up_waiting(first, request);
+                            return call.give_up_waiting(first, request, Some("no connection yet"));
                         }
                     }
                 }
@@ -255,7 +255,7 @@ where
                         this.state.set(State::Waiting { request, waiter });
                     }
                     Poll::Pending => {
-                        return call.give_up_waiting(first, request);
+                        return call.give_up_waiting(first, request, None);
                     }
                 },
                 StateProj::Refused(error) => {
@@ -352,6 +352,7 @@ impl Facts {
         &self,
         first: bool,
         request: &mut Option<Req>,
+        why: Option<&'static str>,
     ) -> Poll<Result<T, CallError>> {
         if first || !self.is_over() {
             return Poll::Pending;
@@ -360,6 +361,10 @@ impl Facts {
             CallError::deadline(Delivery::NotSent)
         } else {
             CallError::attempt_timeout(Delivery::NotSent)
+        };
+        let error = match why {
+            Some(why) => error.note(why),
+            None => error,
         };
         Poll::Ready(Err(self.unsent(error, request.take())))
     }

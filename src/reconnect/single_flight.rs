@@ -475,6 +475,12 @@ impl<M: Service<()>> Shared<M> {
 
     /// Reports a closure that no connect will follow any more.
     fn report_last(&self) {
+        // The process has been reaped by now, but nobody may have asked how it ended. Foreign code, so not
+        // under the lock.
+        let closure = self.lock().lost.as_ref().and_then(|lost| lost.closure.clone());
+        if let Some(closure) = closure {
+            closure.learn_exit();
+        }
         let incident = self.lock().incident(None, false);
         if let Some(incident) = incident {
             self.events.emit(Event::Incident(&incident));

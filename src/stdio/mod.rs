@@ -90,7 +90,7 @@ impl SpawnError {
     }
 }
 
-/// The stack around a child process.
+/// The stack around a child process. Not the connection to it, which is a [`jsonrpc::Client`].
 pub type Client = crate::Stack<Child, Request, jsonrpc::Response>;
 
 type Configure = Arc<dyn Fn(Builder) -> Builder + Send + Sync>;
@@ -141,11 +141,24 @@ impl Child {
         self
     }
 
-    /// What to do on each new connection before any call: log in, agree on a version. If it fails, or the
-    /// connect is given up while it runs, the child is ended.
+    /// What to do on each new connection before any call: log in, agree on a version. It is given the bare
+    /// connection, a [`jsonrpc::Client`]. If it fails, or the connect is given up while it runs, the child is
+    /// ended, and the calls that waited for the connection fail with
+    /// [`Cause::ConnectFailed`](crate::Cause::ConnectFailed): they were not sent, so that a write is not done.
     ///
     /// It has no time limit of its own; the connect timeout of the
     /// [`ReconnectLayer`](crate::ReconnectLayer) covers it.
+    ///
+    /// ```
+    /// use goaround::{jsonrpc::{self, Request}, stdio};
+    ///
+    /// let doctool = stdio::child(tokio::process::Command::new("doctool")).handshake(
+    ///     |connection: jsonrpc::Client| async move {
+    ///         connection.request(Request::new("hello", [1])?).await?;
+    ///         Ok(())
+    ///     },
+    /// );
+    /// ```
     #[must_use]
     pub fn handshake<F, Fut>(mut self, handshake: F) -> Self
     where

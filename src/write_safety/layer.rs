@@ -18,14 +18,14 @@ use crate::{
 ///
 /// ```
 /// use std::time::Duration;
-/// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::InDoubt};
+/// use goaround::{Call, WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::InDoubt};
 ///
 /// // Every write without an answer is reported as unknown, and none is replayed:
 /// let _none = WriteSafetyLayer::<Request, Response>::refuse();
 ///
 /// // With a check, and the declaration that nothing lands more than 20 s after its last byte was sent:
 /// let _some = WriteSafetyLayer::new(|doubt: InDoubt<Request, Response>| async move {
-///     let seen = doubt.probe(Request::new("doc/list", ())?).await?;
+///     let seen = doubt.probe(Request::new("doc/list", ())?.read_only()).await?;
 ///     Ok(if seen.raw().get().contains("t1") { doubt.landed_without_result() } else { doubt.not_landed() })
 /// })
 /// .attempt_timeout(Duration::from_secs(5))
@@ -135,8 +135,28 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         self.classify_by(Arc::new(move |request| classify(request).map(|effect| (effect, Basis::Caller))))
     }
 
-    pub(crate) fn classify_by(self, classify: Classifier<Req>) -> Self {
+    fn classify_by(self, classify: Classifier<Req>) -> Self {
         self.set(None, |config| config.classify = Some(classify))
+    }
+
+    /// What the layer's own classifier does not know, the next one does: `before` goes before it and `after`
+    /// after it.
+    pub(crate) fn classify_between(
+        self,
+        before: Option<Classifier<Req>>,
+        after: Option<Classifier<Req>>,
+    ) -> Self
+    where
+        Req: 'static,
+    {
+        let all = [before, self.config.classify.clone(), after];
+        let chain = all.into_iter().flatten().reduce(|first, next| {
+            Arc::new(move |request: &Req| first(request).or_else(|| next(request))) as Classifier<Req>
+        });
+        match chain {
+            Some(chain) => self.classify_by(chain),
+            None => self,
+        }
     }
 
     /// Where this layer's [`InDoubt`](Event::InDoubt) and [`Abandoned`](Event::Abandoned) events go if no

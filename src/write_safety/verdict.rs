@@ -77,12 +77,19 @@ impl<Res> Verdict<Res> {
 /// A check must look for *this* write, by a value that only it carries. That something similar exists proves
 /// nothing, and that it is absent from a cache, a search index or a replica proves nothing either.
 ///
+/// One check is asked about all writes of the service. Of those that it does not know how to find it must say
+/// [`unknown`](InDoubt::unknown): not to find what it never looked for would be a replay. Its probes must be
+/// read-only, by [`Call::read_only`](crate::Call::read_only) or by what classifies the stack's calls.
+///
 /// ```
-/// use goaround::{BoxError, jsonrpc::{Request, Response}, write_safety::{InDoubt, Verdict}};
+/// use goaround::{BoxError, Call, jsonrpc::{Request, Response}, write_safety::{InDoubt, Verdict}};
 ///
 /// async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
+///     if doubt.request().method() != "doc/put" {
+///         return Ok(doubt.unknown("no check for this method"));
+///     }
 ///     let wanted: serde_json::Value = doubt.request().params()?;
-///     let list = Request::new("doc/list", ())?;
+///     let list = Request::new("doc/list", ())?.read_only();
 ///     let docs: Vec<serde_json::Value> = doubt.probe(list).await?.parse()?;
 ///     Ok(if docs.iter().any(|doc| doc["token"] == wanted["token"]) {
 ///         doubt.landed_without_result()
@@ -185,7 +192,9 @@ impl<Req, Res> InDoubt<Req, Res> {
         self.closure.as_ref()
     }
 
-    /// The fence that held before this check began, if one does.
+    /// The fence that held before this check began, if one does. None while the server is alive and silent:
+    /// that its exit ends its effects is a fence only once it has exited, and a quarantine is one once it is
+    /// over.
     pub fn fence(&self) -> Option<&Fence> {
         self.fence.as_ref()
     }
