@@ -23,6 +23,7 @@ mod rules;
 mod session;
 mod settings;
 mod stats;
+pub mod tasks;
 #[cfg(test)]
 mod tests;
 
