@@ -361,15 +361,20 @@ pub fn asked(mut request: Request, ttl: Duration) -> Result<Request, serde_json:
 /// # Errors
 ///
 /// Those of the call; and, once it is a task, those that [`Unfinished::of`] knows, or the tool's own.
-pub async fn run(stack: &impl Client, request: Request) -> Result<Response, CallError> {
+pub fn run(
+    stack: &impl Client,
+    request: Request,
+) -> impl Future<Output = Result<Response, CallError>> + Send {
     let deadline = stack.resolve(request.context().deadline());
-    match start(stack, request.deadline(deadline)).await? {
-        Started::Answered(response) => Ok(response),
-        Started::Task(task) => {
-            let mut guard = Guard { stack, task: task.effect.is_write().then_some(&task) };
-            let ended = wait(stack, task.clone(), deadline, false).await;
-            guard.task = None;
-            report(stack, &task, ended)
+    async move {
+        match start(stack, request.deadline(deadline)).await? {
+            Started::Answered(response) => Ok(response),
+            Started::Task(task) => {
+                let mut guard = Guard { stack, task: task.effect.is_write().then_some(&task) };
+                let ended = wait(stack, task.clone(), deadline, false).await;
+                guard.task = None;
+                report(stack, &task, ended)
+            }
         }
     }
 }
@@ -382,18 +387,23 @@ pub async fn run(stack: &impl Client, request: Request) -> Result<Response, Call
 /// # Errors
 ///
 /// Those of the call.
-pub async fn start(stack: &impl Client, mut request: Request) -> Result<Started, CallError> {
+pub fn start(
+    stack: &impl Client,
+    mut request: Request,
+) -> impl Future<Output = Result<Started, CallError>> + Send {
     let call = request.context_mut().assign_id();
     let (effect, basis) = stack.judge(&request);
-    let response = stack.send(request).await?;
-    Ok(match Created::of(&response) {
-        None => Started::Answered(response),
-        Some((id, seen)) => {
-            let mut task = Task { id, status: Status::Working, interval: None, effect, basis, call };
-            task.see(&seen);
-            Started::Task(task)
-        }
-    })
+    async move {
+        let response = stack.send(request).await?;
+        Ok(match Created::of(&response) {
+            None => Started::Answered(response),
+            Some((id, seen)) => {
+                let mut task = Task { id, status: Status::Working, interval: None, effect, basis, call };
+                task.see(&seen);
+                Started::Task(task)
+            }
+        })
+    }
 }
 
 /// Waits for the result of a task that there is already: of [`start`], of an [`Unfinished`] wait, or one whose id
@@ -402,10 +412,16 @@ pub async fn start(stack: &impl Client, mut request: Request) -> Result<Started,
 /// # Errors
 ///
 /// As [`run`].
-pub async fn resume(stack: &impl Client, task: &Task, deadline: Deadline) -> Result<Response, CallError> {
+pub fn resume(
+    stack: &impl Client,
+    task: &Task,
+    deadline: Deadline,
+) -> impl Future<Output = Result<Response, CallError>> + Send {
     let deadline = stack.resolve(deadline);
-    let ended = wait(stack, task.clone(), deadline, true).await;
-    report(stack, task, ended)
+    async move {
+        let ended = wait(stack, task.clone(), deadline, true).await;
+        report(stack, task, ended)
+    }
 }
 
 /// Waits in `tasks/result`, which is answered when the task has ended. Only 2025-11-25 has it.
@@ -417,14 +433,20 @@ pub async fn resume(stack: &impl Client, task: &Task, deadline: Deadline) -> Res
 /// # Errors
 ///
 /// As [`run`].
-pub async fn result(stack: &impl Client, task: &Task, deadline: Deadline) -> Result<Response, CallError> {
+pub fn result(
+    stack: &impl Client,
+    task: &Task,
+    deadline: Deadline,
+) -> impl Future<Output = Result<Response, CallError>> + Send {
     let deadline = stack.resolve(deadline);
-    let ended = match fetch(stack, &mut task.clone(), deadline).await {
-        Ok(response) => Ok(response),
-        Err(Failed::Ended(ended)) => Err(*ended),
-        Err(Failed::Again(error)) => Err(given_up(task.clone(), error)),
-    };
-    report(stack, task, ended)
+    async move {
+        let ended = match fetch(stack, &mut task.clone(), deadline).await {
+            Ok(response) => Ok(response),
+            Err(Failed::Ended(ended)) => Err(*ended),
+            Err(Failed::Again(error)) => Err(given_up(task.clone(), error)),
+        };
+        report(stack, task, ended)
+    }
 }
 
 /// Reads how far a task is.
@@ -432,13 +454,19 @@ pub async fn result(stack: &impl Client, task: &Task, deadline: Deadline) -> Res
 /// # Errors
 ///
 /// Those of the call `tasks/get`.
-pub async fn get(stack: &impl Client, task: &Task, deadline: Deadline) -> Result<Task, CallError> {
+pub fn get(
+    stack: &impl Client,
+    task: &Task,
+    deadline: Deadline,
+) -> impl Future<Output = Result<Task, CallError>> + Send {
     let mut task = task.clone();
-    let response = stack.send(task.request(GET, deadline)?).await?;
-    let seen = Seen::of(&response);
-    match seen.and_then(|seen| task.see(&seen)) {
-        Some(_) => Ok(task),
-        None => Err(CallError::answered(Malformed).of_call(GET, Effect::ReadOnly).with_attempt(None)),
+    async move {
+        let response = stack.send(task.request(GET, deadline)?).await?;
+        let seen = Seen::of(&response);
+        match seen.and_then(|seen| task.see(&seen)) {
+            Some(_) => Ok(task),
+            None => Err(CallError::answered(Malformed).of_call(GET, Effect::ReadOnly).with_attempt(None)),
+        }
     }
 }
 
@@ -453,24 +481,30 @@ pub async fn get(stack: &impl Client, task: &Task, deadline: Deadline) -> Result
 /// # Errors
 ///
 /// Those of the call.
-pub async fn cancel(stack: &impl Client, task: &Task, deadline: Deadline) -> Result<Task, CallError> {
+pub fn cancel(
+    stack: &impl Client,
+    task: &Task,
+    deadline: Deadline,
+) -> impl Future<Output = Result<Task, CallError>> + Send {
     let deadline = stack.resolve(deadline);
-    match stack.send(task.request(CANCEL, deadline)?).await {
-        Ok(response) => {
-            let mut task = task.clone();
-            match Seen::of(&response).and_then(|seen| task.see(&seen)) {
-                Some(_) => Ok(task),
-                // 2026-07-28: nothing but "understood".
-                None => get(stack, &task, deadline).await,
+    async move {
+        match stack.send(task.request(CANCEL, deadline)?).await {
+            Ok(response) => {
+                let mut task = task.clone();
+                match Seen::of(&response).and_then(|seen| task.see(&seen)) {
+                    Some(_) => Ok(task),
+                    // 2026-07-28: nothing but "understood".
+                    None => get(stack, &task, deadline).await,
+                }
             }
-        }
-        Err(error) if code(&error) == Some(INVALID_PARAMS) || error.may_have_landed() => {
-            match get(stack, task, deadline).await {
-                Ok(task) if task.status.is_terminal() => Ok(task),
-                _ => Err(error),
+            Err(error) if code(&error) == Some(INVALID_PARAMS) || error.may_have_landed() => {
+                match get(stack, task, deadline).await {
+                    Ok(task) if task.status.is_terminal() => Ok(task),
+                    _ => Err(error),
+                }
             }
+            Err(error) => Err(error),
         }
-        Err(error) => Err(error),
     }
 }
 
