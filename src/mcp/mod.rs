@@ -12,6 +12,8 @@
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
+//!
+//! A tool's call that goes on as a task is waited for by [`tasks`], and [`checks`] has ready-made effect checks.
 
 mod catalog;
 pub mod checks;
@@ -104,7 +106,9 @@ impl Stdio {
     /// What the client can do, for the server: the object `capabilities` of `initialize`, and the
     /// `clientCapabilities` of each request on 2026-07-28. By default empty.
     ///
-    /// Whoever says `sampling`, `roots` or `elicitation` here has a [`handler`](Stdio::handler) for it.
+    /// Whoever says `sampling`, `roots` or `elicitation` here has a [`handler`](Stdio::handler) for it, and
+    /// whoever says `{ "extensions": { tasks::EXTENSION: {} } }` calls tools by [`tasks::run`], since any call may
+    /// then become a task.
     #[must_use]
     pub fn capabilities(mut self, capabilities: serde_json::Value) -> Self {
         self.settings.capabilities = capabilities;

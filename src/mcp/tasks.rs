@@ -759,8 +759,8 @@ impl Seen {
 
     fn interval(&self) -> Option<Duration> {
         let millis = self.poll_interval_ms.as_ref().or(self.poll_interval.as_ref())?.as_f64()?;
-        // A negative one is no wish; one of a thousand years is bounded later on.
-        Duration::try_from_secs_f64(millis / 1e3).ok()
+        // A negative one is no wish, and a longer one is bounded anyway.
+        (millis >= 0.0).then(|| Duration::from_secs_f64((millis / 1e3).min(MAX_INTERVAL.as_secs_f64())))
     }
 }
 
