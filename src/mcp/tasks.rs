@@ -624,7 +624,7 @@ async fn read(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resul
                 Ok(response) => Ok(Some(response)),
                 Err(_) => Err(Failed::ended(task, Reason::ResultLost, None)),
             },
-            (None, Some(error)) => Err(Failed::Ended(Box::new(Ended::Answered(own_error(error))))),
+            (None, Some(error)) => Err(Failed::Ended(Box::new(Ended::Answered(own_error(&error))))),
             (None, None) => fetch(stack, task, deadline).await.map(Some),
         },
     }
@@ -799,7 +799,7 @@ impl Created {
 }
 
 /// The tool's error, in a status.
-fn own_error(json: Box<RawValue>) -> ServerError {
+fn own_error(json: &RawValue) -> ServerError {
     // One that is not as it should be is an error all the same.
     serde_json::from_str(json.get()).unwrap_or_else(|_| ServerError::new(0, ""))
 }
