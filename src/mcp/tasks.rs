@@ -473,10 +473,9 @@ pub fn get(
 /// Asks the server to cancel a task, and reads how far it is afterwards: a task may have ended before, or go on,
 /// if the tool does not heed it. A cancelled task is no proof that nothing was done.
 ///
-/// The call is [`Effect::Idempotent`], and what becomes of a lost one is the stack's business
-/// ([`replay_idempotent`](crate::WriteSafetyLayer::replay_idempotent)). A server that answers that it cannot be
-/// cancelled, as one has to if it has ended, perhaps by the first copy of a replayed call, and a connection that
-/// is lost: both are settled by reading the task, if it has ended.
+/// The call is [`Effect::Idempotent`], and nothing here repeats it. Where the server answers that the task cannot be
+/// cancelled, as it must if it has ended (be it by an earlier copy of this call), and where the connection is
+/// lost, the task is read: if it has ended, that is the answer, else the call's own error.
 ///
 /// # Errors
 ///
