@@ -379,7 +379,7 @@ impl CallError {
         Self::new(Cause::Answered(error), Scope::Call, Some(Delivery::Answered))
     }
 
-    fn caused_by(mut self, error: impl Into<BoxError>) -> Self {
+    pub(crate) fn caused_by(mut self, error: impl Into<BoxError>) -> Self {
         self.0.source = Some(error.into());
         self
     }
@@ -587,6 +587,9 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
         return Some(error.to_string());
     }
     if let Some(error) = error.downcast_ref::<crate::mcp::HandshakeError>() {
+        return Some(error.to_string());
+    }
+    if let Some(error) = error.downcast_ref::<crate::mcp::tasks::Unfinished>() {
         return Some(error.to_string());
     }
     let error = error.downcast_ref::<io::Error>()?;

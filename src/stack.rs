@@ -18,7 +18,7 @@ use tokio::{sync::Notify, time::Instant};
 use tower::{Layer, Service};
 
 use crate::{
-    Basis, BoxError, Call, CallError, DeadlineLayer, DeadlineService, Effect, InDoubt, Reconnect,
+    Basis, BoxError, Call, CallError, Deadline, DeadlineLayer, DeadlineService, Effect, InDoubt, Reconnect,
     ReconnectHandle, ReconnectLayer, Refusal, Retry, RetryReadOnly, RetryReadOnlyLayer, Verdict, WriteSafety,
     WriteSafetyLayer,
     call::effect_of,
@@ -72,6 +72,8 @@ struct Shared {
     ended: Notify,
     census: Mutex<Census<StackSeat>>,
     reconnect: ReconnectHandle,
+    /// For what concerns more than one call.
+    events: Events,
 }
 
 impl<M, Req, Res> Stack<M, Req, Res>
@@ -145,6 +147,24 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     /// state which the server kept for the connection may be gone.
     pub fn generation(&self) -> Option<u64> {
         self.seat.shared.reconnect.generation()
+    }
+
+    /// What a call is taken for, and who says so.
+    pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis)
+    where
+        Req: Call,
+    {
+        self.layers.lock().unwrap_or_else(PoisonError::into_inner).get_ref().judge(request)
+    }
+
+    /// What that deadline is for something that begins now, with the default where it has none of its own.
+    pub(crate) fn resolve(&self, deadline: Deadline) -> Deadline {
+        self.layers.lock().unwrap_or_else(PoisonError::into_inner).resolve(deadline)
+    }
+
+    /// Where this stack's events go.
+    pub(crate) fn events(&self) -> &Events {
+        &self.seat.shared.events
     }
 
     /// How many calls are in flight.
@@ -429,7 +449,7 @@ where
                 deadline.with_events(events.clone()),
                 writes.with_events(events.clone()),
                 retry.with_events(events.clone()),
-                reconnect.with_events(events),
+                reconnect.with_events(events.clone()),
             ),
             false => (deadline, writes, retry, reconnect),
         };
@@ -440,6 +460,7 @@ where
             census: Mutex::new(Census::new()),
             // Not the layer's own: that one knows of other services too, if the layer makes any.
             reconnect: ReconnectHandle::of(&reconnecting),
+            events,
         });
         let layers = deadline.layer(writes.layer(retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))

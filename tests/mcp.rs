@@ -9,7 +9,7 @@ use std::{
 use goaround::{
     Basis, CallError, Cause, ConnectError, Effect, Event, Outcome, ReconnectLayer, Refusal, Stack,
     jsonrpc::{Request, Response},
-    mcp::{self, Era, HandshakeError, ProtocolVersion, ToolRules},
+    mcp::{self, Era, HandshakeError, ProtocolVersion, ToolRules, tasks},
 };
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -24,6 +24,7 @@ initialize() { answer '{"protocolVersion":"2025-06-18","capabilities":{},"server
 discover() { refuse -32601; }
 tools() { answer '{"tools":[]}'; }
 call() { answer '{}'; }
+other() { answer '{}'; }
 say() { [ -z "$log" ] || echo "$1" >>"$log"; }
 say start
 eval "$before"
@@ -40,7 +41,7 @@ while read -r line; do
         subscriptions/listen)
             printf '{"jsonrpc":"2.0","method":"notifications/subscriptions/acknowledged","params":{"_meta":{"io.modelcontextprotocol/subscriptionId":%s}}}\n' "$id" ;;
         exit) exit 3 ;;
-        *) answer '{}' ;;
+        *) other ;;
     esac
 done
 "#;
@@ -413,4 +414,65 @@ async fn nothing_of_a_server_is_in_the_text_of_an_error() {
     let secret = r#"echo token=hunter2 >&2; echo token=hunter2; exit 1"#;
     let error: CallError = stack(server(secret)).send(list()).await.unwrap_err();
     assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
+}
+
+/// A server that keeps its tasks in the directory `$tasks`, and ends once while one is asked for. `keep` runs when a
+/// process starts.
+fn tasks_server(log: &Log, dir: &tempfile::TempDir, modern: bool, keep: &str) -> mcp::Stdio {
+    let (created, done) = match modern {
+        true => (
+            r#"{"resultType":"task","taskId":"7","status":"working","ttlMs":null,"pollIntervalMs":100}"#,
+            r#"{"resultType":"complete","taskId":"7","status":"completed","result":{"content":[],"n":1}}"#,
+        ),
+        false => (
+            r#"{"task":{"taskId":"7","status":"working","ttl":60000,"pollInterval":100}}"#,
+            r#"{"taskId":"7","status":"completed","ttl":60000}"#,
+        ),
+    };
+    let before = if modern { MODERN } else { "" };
+    log.server(&format!(
+        r#"{before}
+        dir='{}'; {keep}
+        call() {{ : >"$dir/task"; answer '{created}'; }}
+        get() {{
+            [ -e "$dir/died" ] || {{ : >"$dir/died"; exit 1; }}
+            [ -e "$dir/task" ] || {{ refuse -32602; return; }}
+            answer '{done}'
+        }}
+        other() {{ case $method in
+            tasks/get) get ;;
+            tasks/result) answer '{{"content":[],"n":1}}' ;;
+            *) answer '{{}}' ;;
+        esac; }}"#,
+        dir.path().display()
+    ))
+}
+
+#[tokio::test]
+async fn a_task_is_read_from_the_next_process_and_its_tool_runs_once() {
+    for modern in [false, true] {
+        let (log, dir) = (Log::new(), tempfile::tempdir().unwrap());
+        let stack = stack(tasks_server(&log, &dir, modern, ":"));
+        let call = tasks::asked(tool("render"), Duration::from_secs(60)).unwrap();
+        let result: Value = tasks::run(&stack, call).await.unwrap().parse().unwrap();
+        assert_eq!(result, json!({ "content": [], "n": 1 }));
+        assert_eq!(stack.generation(), Some(2));
+        let lines =
+            log.lines(if modern { "tasks/get" } else { "tasks/result" }, if modern { 2 } else { 1 }).await;
+        assert_eq!(lines.iter().filter(|line| *line == "tools/call").count(), 1, "{lines:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_task_that_the_next_process_has_forgotten_is_unknown_and_its_tool_runs_once() {
+    for modern in [false, true] {
+        let (log, dir) = (Log::new(), tempfile::tempdir().unwrap());
+        let stack = stack(tasks_server(&log, &dir, modern, r#"rm -f "$dir/task""#));
+        let error = tasks::run(&stack, tool("render")).await.unwrap_err();
+        let unfinished = tasks::Unfinished::of(&error).unwrap();
+        assert_eq!((unfinished.reason(), unfinished.task().id()), (tasks::Reason::Forgotten, "7"));
+        assert_eq!(error.outcome(), Outcome::Unknown, "{error}");
+        let lines = log.lines("tasks/get", 2).await;
+        assert_eq!(lines.iter().filter(|line| *line == "tools/call").count(), 1, "{lines:?}");
+    }
 }

@@ -82,6 +82,14 @@ impl<S> DeadlineService<S> {
         self.inner
     }
 
+    /// What that deadline is for a call that comes now, with the default where it has none of its own.
+    pub(crate) fn resolve(&self, deadline: Deadline) -> Deadline {
+        match deadline {
+            Deadline::Inherit => self.default.from(Instant::now()),
+            own => own,
+        }
+    }
+
     /// Settles the call's deadline; `Err` if it has passed already.
     #[inline]
     fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {

@@ -13,6 +13,8 @@
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
 //!
+//! A tool's call that goes on as a task is waited for by [`tasks`], and [`checks`] has ready-made effect checks.
+//!
 //! # A server that does not start
 //!
 //! [`build`](crate::StackBuilder::build) finds a program that is not there. One that ends in its handshake
@@ -44,6 +46,7 @@ mod rules;
 mod session;
 mod settings;
 mod stats;
+pub mod tasks;
 #[cfg(test)]
 mod tests;
 
@@ -125,7 +128,9 @@ impl Stdio {
     /// What the client can do, for the server: the object `capabilities` of `initialize`, and the
     /// `clientCapabilities` of each request on 2026-07-28. By default empty.
     ///
-    /// Whoever says `sampling`, `roots` or `elicitation` here has a [`handler`](Stdio::handler) for it.
+    /// Whoever says `sampling`, `roots` or `elicitation` here has a [`handler`](Stdio::handler) for it, and
+    /// whoever says `{ "extensions": { tasks::EXTENSION: {} } }` calls tools by [`tasks::run`], since any call may
+    /// then become a task.
     #[must_use]
     pub fn capabilities(mut self, capabilities: serde_json::Value) -> Self {
         self.settings.capabilities = capabilities;

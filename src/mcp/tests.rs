@@ -1,6 +1,8 @@
 //! A scripted server in each version of the protocol, in memory and in paused time. What needs a process is in
 //! `tests/mcp.rs`.
 
+mod tasks;
+
 use std::{
     future::pending,
     sync::{Arc, Mutex},

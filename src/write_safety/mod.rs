@@ -49,7 +49,7 @@ pub use self::{
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},
 };
 use crate::{
-    Activity, Basis, Call, CallError, Deadline, Evidence, Refusal,
+    Activity, Basis, Call, CallError, Deadline, Effect, Evidence, Refusal,
     call::{CallIds, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
@@ -125,6 +125,14 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
     /// The inner service.
     pub fn into_inner(self) -> S {
         self.inner
+    }
+}
+
+impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
+    /// What that call is taken for, and who says so.
+    pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
+        let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
+        judged.unwrap_or_else(|| (effect_of(request), request.context().basis()))
     }
 }
 
