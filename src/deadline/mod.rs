@@ -38,15 +38,21 @@
 
 mod future;
 mod layer;
+mod progress;
 
 use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 use tower::Service;
 
-pub use self::{future::ResponseFuture, layer::DeadlineLayer};
+pub(crate) use self::progress::Until;
+pub use self::{
+    future::ResponseFuture,
+    layer::DeadlineLayer,
+    progress::{Pause, Progress},
+};
 use crate::{
-    Call, CallError, Deadline, Delivery,
+    Call, CallError, Deadline, Delivery, Refusal,
     call::{CallContext, CallIds, effect_of},
     event::{self, Events, Report},
 };
@@ -82,12 +88,12 @@ impl<S> DeadlineService<S> {
         self.inner
     }
 
-    /// Settles the call's deadline; `Err` if it has passed already.
+    /// Settles the call's deadline; `Err` if it has passed already, or nothing bounds an idle limit.
     #[inline]
-    fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
+    fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
         let own = context.deadline();
         if own == Deadline::Never && !context.by_default {
-            return Ok(None);
+            return bounded(context).map(Until::clone);
         }
         let now = Instant::now();
         let deadline = match own {
@@ -98,10 +104,14 @@ impl<S> DeadlineService<S> {
         if own == Deadline::Inherit || context.by_default {
             context.set_default_deadline(deadline);
         }
-        if deadline.is_past(now) {
+        if let Some(progress) = context.progress() {
+            progress.begin(now);
+        }
+        let until = bounded(context)?;
+        if until.is_past(now) {
             return Err(CallError::deadline(Delivery::NotSent));
         }
-        Ok(deadline.instant())
+        Ok(until.clone())
     }
 }
 
@@ -124,9 +134,23 @@ where
         let context = request.context_mut();
         let report = event::enter(context, &mut self.ids, &self.events).then(|| Report::of(context));
         match self.settle(context) {
-            Ok(at) => ResponseFuture::new(self.inner.call(request), at, effect, report),
+            Ok(until) => ResponseFuture::new(self.inner.call(request), until, effect, report),
             Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
         }
+    }
+}
+
+/// The limits of the call, which must not be an idle limit alone: a server that goes on reporting progress would
+/// hold the call for ever.
+fn bounded(context: &CallContext) -> Result<&Until, CallError> {
+    let until = context.until();
+    match &until.progress {
+        Some(progress) if progress.idle().is_some() && until.deadline.instant().is_none() => {
+            Err(CallError::refused(Refusal::Config(
+                "an idle limit needs a maximum: give the call a deadline, or the layer a default",
+            )))
+        }
+        _ => Ok(until),
     }
 }
 

@@ -568,7 +568,7 @@ impl Driver {
             // A stream that waits for ever is no reason to wait.
             .filter(|exchange| exchange.request.method() != LISTEN)
             .map(|exchange| {
-                (exchange.id(), exchange.request.context().deadline().instant().unwrap_or(patience))
+                (exchange.id(), exchange.request.context().until().instant().unwrap_or(patience))
             })
             .collect();
         self.silence.doomed = Some(Doomed { calls, timer: Box::pin(sleep_until(now)) });

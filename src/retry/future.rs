@@ -277,8 +277,7 @@ fn poll_timer(timer: Pin<&mut Option<Sleep>>, cx: &mut Context<'_>) -> Poll<()> 
 impl<S, Req: Call> Read<S, Req> {
     /// Whether the call's deadline has passed. Reads the clock only where there is a deadline.
     fn is_past(&self) -> bool {
-        let deadline = self.kept.context().deadline();
-        deadline.instant().is_some() && deadline.is_past(Instant::now())
+        self.kept.context().until().is_over()
     }
 
     /// What follows from the end of an attempt: another one, now (`None`) or at that instant, or the error to
@@ -352,7 +351,7 @@ impl<S, Req: Call> Read<S, Req> {
 
         let wait = error.retry_after().unwrap_or(wait);
         let now = Instant::now();
-        let until = now.checked_add(wait).filter(|_| kept.context().deadline().allows(now, wait));
+        let until = now.checked_add(wait).filter(|_| kept.context().until().allows(now, wait));
         let Some(until) = until else {
             return Err(Some("no time for another attempt before the deadline".into()));
         };

@@ -184,13 +184,13 @@ where
             false => self.events.share(),
         };
         let name = request.name();
-        let deadline = request.context().deadline();
-        let attempt = Attempted::prepare(&self.config, &mut request, deadline);
+        let until = request.context().until().clone();
+        let attempt = Attempted::prepare(&self.config, &mut request, until.deadline);
         let kept = if self.config.may_replay() { replica(&request) } else { None };
         let sequence = lane.hand_over();
         let future = self.inner.call(request);
         ResponseFuture::write(
-            future, lane, kept, name, effect, basis, call, deadline, attempt, sequence, events, outermost,
+            future, lane, kept, name, effect, basis, call, until, attempt, sequence, events, outermost,
         )
     }
 }
