@@ -276,8 +276,7 @@ impl CallContext {
     fn set_progress(&mut self, idle: Option<Duration>, while_asking: Option<bool>) {
         let known = self.progress();
         let idle = idle.or_else(|| known?.idle());
-        let while_asking =
-            while_asking.or_else(|| Some(known?.pauses_while_asking())).unwrap_or_default();
+        let while_asking = while_asking.or_else(|| Some(known?.pauses_while_asking())).unwrap_or_default();
         self.until.progress = Some(Arc::new(Progress::new(idle, while_asking)));
     }
 

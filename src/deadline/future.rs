@@ -7,7 +7,7 @@ use std::{
 use pin_project::pin_project;
 use tokio::time::{Sleep, sleep_until};
 
-use super::progress::{End, Until};
+use super::Until;
 use crate::{CallError, Cause, Delivery, Effect, event::Report};
 
 /// Future of [`DeadlineService`](super::DeadlineService).
@@ -95,8 +95,8 @@ fn poll_until<F: Future>(
 ) -> Poll<Option<F::Output>> {
     // The timer first, so that the poll after it is the one more, and so that an inner future that always
     // uses up the task's budget cannot starve the timer.
-    if timer.is_some() {
-        let fired = poll_timer(timer, until, cx).is_ready();
+    if let Some(timer) = timer.as_mut().as_pin_mut() {
+        let fired = until.poll_timer(timer, cx).is_ready();
         if let Poll::Ready(output) = future.as_mut().poll(cx) {
             return Poll::Ready(Some(output));
         }
@@ -114,25 +114,13 @@ fn poll_until<F: Future>(
         }
         let Some(at) = until.instant() else { return Poll::Pending };
         timer.set(Some(sleep_until(at)));
-        ready!(poll_timer(timer, until, cx));
+        if timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
+            return Poll::Pending;
+        }
     }
     // The time ran out while the inner future was polled.
     Poll::Ready(match future.poll(cx) {
         Poll::Ready(output) => Some(output),
         Poll::Pending => None,
     })
-}
-
-/// Ready once the time is up. Where it has moved meanwhile the timer fires early and is set anew, so that progress
-/// itself costs no timer.
-fn poll_timer(mut timer: Pin<&mut Option<Sleep>>, until: &Until, cx: &mut Context<'_>) -> Poll<()> {
-    loop {
-        let Some(mut timer) = timer.as_mut().as_pin_mut() else { return Poll::Pending };
-        ready!(timer.as_mut().poll(cx));
-        match until.poll_end(cx) {
-            End::Past => return Poll::Ready(()),
-            End::Later(at) => timer.as_mut().reset(at),
-            End::Paused => return Poll::Pending,
-        }
-    }
 }

@@ -1,13 +1,15 @@
 //! Deadlines that move: the idle limit, which progress extends, and the pause while a user is asked.
 
 use std::{
+    future::Future,
     mem,
+    pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Waker},
+    task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep};
 
 use crate::Deadline;
 
@@ -65,7 +67,7 @@ struct State {
 pub struct Pause(Arc<Progress>);
 
 /// When a call's time is up, as a timer sees it.
-pub(crate) enum End {
+enum End {
     Past,
     Later(Instant),
     /// Not while it stands still; the task is woken at the end of that.
@@ -134,19 +136,20 @@ impl Progress {
         // Wakers are foreign code: cloned without the lock.
         let waker = cx.waker().clone();
         let mut state = self.lock();
-        match state.at(deadline, self.idle, now) {
-            at if at.is_past(now) => {
-                state.over = true;
-                End::Past
-            }
-            Deadline::At(at) if state.pause.is_none() => End::Later(at),
-            _ => {
-                if !state.waiting.iter().any(|known| known.will_wake(&waker)) {
-                    state.waiting.push(waker);
-                }
-                End::Paused
-            }
-        }
+        let at = state.at(deadline, self.idle, now);
+        let end = state.end(at, now, waker);
+        state.over |= matches!(end, End::Past);
+        end
+    }
+
+    /// The same for an attempt's time, which began when the call had stood still for so long. Progress does not
+    /// move it.
+    fn poll_attempt(&self, until: Instant, stood: Duration, cx: &Context<'_>) -> End {
+        let now = Instant::now();
+        let waker = cx.waker().clone();
+        let mut state = self.lock();
+        let at = until.checked_add(state.stood(now).saturating_sub(stood));
+        state.end(at.map_or(Deadline::Never, Deadline::At), now, waker)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -170,6 +173,20 @@ impl State {
     fn stood(&self, now: Instant) -> Duration {
         let pause = self.pause.map_or(Duration::ZERO, |(since, _)| now.saturating_duration_since(since));
         self.stood.saturating_add(pause)
+    }
+
+    /// What a timer for that instant has to know.
+    fn end(&mut self, at: Deadline, now: Instant, waker: Waker) -> End {
+        match at {
+            at if at.is_past(now) => End::Past,
+            Deadline::At(at) if self.pause.is_none() => End::Later(at),
+            _ => {
+                if !self.waiting.iter().any(|known| known.will_wake(&waker)) {
+                    self.waiting.push(waker);
+                }
+                End::Paused
+            }
+        }
     }
 
     /// The deadline as it is now.
@@ -284,11 +301,45 @@ impl Until {
         (Instant::now() < most).then(|| format!("the server said nothing of it for {idle:?}"))
     }
 
-    /// What a timer that has fired has to know; without progress it is the end.
-    pub(crate) fn poll_end(&self, cx: &Context<'_>) -> End {
-        match &self.progress {
-            None => End::Past,
-            Some(progress) => progress.poll_end(self.deadline, cx),
+    /// Ready once the time is up. Where it has moved meanwhile the timer fires early and is set anew, so that
+    /// progress itself costs no timer.
+    pub(super) fn poll_timer(&self, timer: Pin<&mut Sleep>, cx: &mut Context<'_>) -> Poll<()> {
+        poll_moving(timer, self.progress.as_ref(), |progress, cx| progress.poll_end(self.deadline, cx), cx)
+    }
+
+    /// How long the call has stood still so far.
+    pub(crate) fn stood(&self) -> Duration {
+        self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.lock().stood(Instant::now()))
+    }
+
+    /// Ready once the time of an attempt is up, which began when the call had [stood](Self::stood) still for so
+    /// long.
+    pub(crate) fn poll_attempt(
+        &self,
+        timer: Pin<&mut Sleep>,
+        until: Instant,
+        stood: Duration,
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
+        let end = |progress: &Progress, cx: &mut Context<'_>| progress.poll_attempt(until, stood, cx);
+        poll_moving(timer, self.progress.as_ref(), end, cx)
+    }
+}
+
+/// Polls a timer for an instant that may have moved.
+fn poll_moving(
+    mut timer: Pin<&mut Sleep>,
+    progress: Option<&Arc<Progress>>,
+    end: impl Fn(&Progress, &mut Context<'_>) -> End,
+    cx: &mut Context<'_>,
+) -> Poll<()> {
+    loop {
+        ready!(timer.as_mut().poll(cx));
+        let Some(progress) = progress else { return Poll::Ready(()) };
+        match end(progress, cx) {
+            End::Past => return Poll::Ready(()),
+            End::Later(at) => timer.as_mut().reset(at),
+            End::Paused => return Poll::Pending,
         }
     }
 }

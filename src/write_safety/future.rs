@@ -284,7 +284,7 @@ where
                         timer.set(Some(sleep_until(until)));
                     }
                     if let Some(sleep) = timer.as_mut().as_pin_mut()
-                        && sleep.poll(cx).is_ready()
+                        && self.until.poll_attempt(sleep, until, self.current.stood, cx).is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
                         // below holds up must not be sent later, when the fence has been found to hold.

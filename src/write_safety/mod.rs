@@ -215,6 +215,8 @@ impl<S, Req, Res> Lane<S, Req, Res> {
 /// An attempt's own time and marks. Each hand-over gets its own.
 struct Attempted {
     until: Option<Instant>,
+    /// How long the call had stood still when it began.
+    stood: Duration,
     /// Tells when the last byte was sent, from which quarantines count, and, if the caller goes away, whether
     /// the request was still withdrawn.
     activity: Arc<Activity>,
@@ -240,7 +242,8 @@ impl Attempted {
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
-        Self { until, activity }
+        let stood = if until.is_some() { context.until().stood() } else { Duration::ZERO };
+        Self { until, stood, activity }
     }
 }
 
