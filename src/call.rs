@@ -708,6 +708,22 @@ mod tests {
     }
 
     #[test]
+    fn an_idle_limit_is_one_for_all_attempts_of_a_call_and_another_calls_own() {
+        let call = Tagged::new(1, Effect::Write).idle(Duration::from_secs(1)).pause_while_asking();
+        let progress = call.context().progress().unwrap();
+        assert!(Arc::ptr_eq(progress, replica(&call).unwrap().context().progress().unwrap()));
+        let other = call.context().clone();
+        let other = other.progress().unwrap();
+        assert!(!Arc::ptr_eq(progress, other));
+        for progress in [progress, other] {
+            assert_eq!(progress.idle(), Some(Duration::from_secs(1)));
+            assert!(progress.pauses_while_asking());
+        }
+        assert!(Tagged::new(1, Effect::Write).context().progress().is_none());
+        assert_eq!(size_of::<Until>(), size_of::<Deadline>() + 8);
+    }
+
+    #[test]
     fn what_can_be_sent_only_once_has_no_replica() {
         assert!(replica(&Tagged::once(1, |_| Effect::ReadOnly)).is_none());
     }

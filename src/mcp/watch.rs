@@ -4,7 +4,10 @@
 use std::{
     collections::HashMap,
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use serde::Deserialize;
@@ -22,7 +25,6 @@ pub(super) struct Calls(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    next: u64,
     pending: HashMap<u64, Pending>,
     /// How many questions the user is answering.
     questions: usize,
@@ -48,11 +50,9 @@ impl Calls {
     /// gave it one.
     pub(super) fn watch(self: &Arc<Self>, request: &mut Request) -> Option<Watch> {
         let progress = request.context().progress()?.clone();
-        let key = {
-            let mut state = self.lock();
-            state.next += 1;
-            state.next
-        };
+        // Over all connections: no token of a replay is that of another attempt.
+        static KEYS: AtomicU64 = AtomicU64::new(1);
+        let key = KEYS.fetch_add(1, Ordering::Relaxed);
         let token = progress.idle().and_then(|_| {
             let envelope = Envelope::of_token(&format!("goaround-{key}"));
             request.replace_params(envelope.around(request.shared_params().as_ref()));
