@@ -343,3 +343,43 @@ fn poll_moving(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn what_one_layer_saw_to_be_past_stays_so_for_all() {
+        let progress = Arc::new(Progress::new(Some(SECOND), true));
+        let deadline = Deadline::within(10 * SECOND);
+        let until = Until { deadline, progress: Some(progress.clone()) };
+        advance(SECOND).await;
+        // Nobody has looked yet.
+        progress.made();
+        assert!(!until.is_over());
+        assert_eq!(until.left(Instant::now()), Some(SECOND));
+        advance(SECOND).await;
+        assert!(until.clone().is_over());
+        progress.made();
+        let _pause = progress.pause();
+        assert!(until.is_over());
+        assert!(!until.allows(Instant::now(), Duration::ZERO));
+        assert_eq!(until.left(Instant::now()), Some(Duration::ZERO));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn enormous_limits_do_not_overflow() {
+        let progress = Arc::new(Progress::new(Some(Duration::MAX), false));
+        let until = Until { deadline: Deadline::Never, progress: Some(progress.clone()) };
+        assert_eq!((until.instant(), until.is_over()), (None, false));
+        assert!(until.allows(Instant::now(), Duration::MAX));
+        let until = Until { deadline: Deadline::within(SECOND), ..until };
+        let _pause = progress.pause();
+        advance(1_000_000 * SECOND).await;
+        assert_eq!(until.left(Instant::now()), Some(SECOND));
+    }
+}

@@ -1269,6 +1269,36 @@ async fn a_replay_keeps_the_idle_limit_and_has_a_token_of_its_own() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_question_ends_with_its_connection() {
+    let mut lab = Lab::new();
+    lab.settings.handler = Arc::new(Slow);
+    let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+    let connector =
+        tower::service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
+    let client = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND))
+        .layer(RetryReadOnly)
+        .layer(ReconnectLayer::once())
+        .service(connector);
+    let calling = tokio::spawn(client.oneshot(tool("x").read_only().idle(2 * SECOND).pause_while_asking()));
+    let mut first = lab.server().await;
+    first.older("2025-11-25").await;
+    first.asked("tools/call").await;
+    let question = json!({ "seconds": 100, "message": "Which one?" });
+    let ask = json!({ "jsonrpc": "2.0", "id": 1, "method": "elicitation/create", "params": question });
+    first.write(ask).await;
+    sleep(50 * SECOND).await;
+    assert!(!calling.is_finished());
+    drop(first);
+    let mut second = lab.server().await;
+    second.older("2025-11-25").await;
+    second.asked("tools/call").await;
+    let began = Instant::now();
+    assert_eq!(calling.await.unwrap().unwrap_err().outcome(), Outcome::NoAnswer);
+    assert_eq!(began.elapsed().as_secs(), 2);
+}
+
 /// A user who takes his time to answer: the seconds in the question, or a panic.
 struct Slow;
 
