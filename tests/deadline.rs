@@ -13,7 +13,7 @@ use std::{
 
 use goaround::{
     BoxError, Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Event,
-    InDoubt, Outcome, Progress, Refusal, RetryReadOnly, Tagged, WriteSafetyLayer,
+    InDoubt, Outcome, Progress, ReconnectLayer, Refusal, RetryReadOnly, Tagged, WriteSafetyLayer,
 };
 use tokio::time::{Instant, advance};
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
@@ -527,4 +527,35 @@ async fn an_attempts_time_stands_still_and_is_not_extended_by_progress() {
             false => assert_eq!(assert_ready_ok!(call.poll()), 7),
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_layer_goes_by_the_idle_limit() {
+    // A connect that hangs: the reconnect layer knows that nothing was sent.
+    let connector = service_fn(|()| pending::<Result<Inner, BoxError>>());
+    let client = DeadlineLayer::new(60 * SECOND).layer(ReconnectLayer::once().layer(connector));
+    let began = Instant::now();
+    let error = client.oneshot(write().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.outcome()), (2 * SECOND, Outcome::NotDone));
+
+    // A wait that does not fit is not begun.
+    let busy =
+        service_fn(|_: Req| async { Err::<u8, _>(CallError::not_processed("busy").after(5 * SECOND)) });
+    let client =
+        ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(RetryReadOnly).service(busy);
+    let began = Instant::now();
+    let error = client.clone().oneshot(read().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.attempts().len()), (Duration::ZERO, 1));
+    let error = client.oneshot(read().idle(30 * SECOND)).await.unwrap_err();
+    assert_eq!(error.attempts().len(), 3);
+
+    // The write is with a server that says nothing: the layer that has it says what it knows.
+    let layer =
+        WriteSafetyLayer::new(|doubt: InDoubt<Req, u8>| async move { Ok::<_, BoxError>(doubt.landed(7)) });
+    let silent = service_fn(|_: Req| pending::<Result<u8, CallError>>());
+    let client = ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(layer).service(silent);
+    let began = Instant::now();
+    let error = client.oneshot(write().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.outcome()), (2 * SECOND, Outcome::Unknown));
+    assert_eq!(error.notes().collect::<Vec<_>>(), ["the server said nothing of it for 2s"]);
 }
