@@ -16,7 +16,12 @@ use std::{
 use serde::Serialize;
 use tokio::time::Instant;
 
-use crate::{error::Attempt, event::Events, write_safety::Fence};
+use crate::{
+    deadline::{Progress, Until},
+    error::Attempt,
+    event::Events,
+    write_safety::Fence,
+};
 
 /// A request that the layers of this crate can reason about.
 ///
@@ -58,6 +63,25 @@ pub trait Call: Sized {
     #[must_use]
     fn deadline(mut self, deadline: Deadline) -> Self {
         self.context_mut().set_deadline(deadline);
+        self
+    }
+
+    /// Gives this call an idle limit: it ends, as at its deadline, once the server has said nothing of it for
+    /// that long. Progress of this very call extends it again and again, up to the call's deadline or the
+    /// layer's default, which is the maximum. See [`deadline`](crate::deadline#idle-limits).
+    ///
+    /// The [`DeadlineLayer`](crate::DeadlineLayer) sees to it, and refuses a call that has no such maximum.
+    #[must_use]
+    fn idle(mut self, limit: Duration) -> Self {
+        self.context_mut().set_progress(Some(limit), None);
+        self
+    }
+
+    /// Lets this call's deadline and its idle limit stand still while the user answers a question that the
+    /// server asks (in MCP, an elicitation), over the connection that the call is on.
+    #[must_use]
+    fn pause_while_asking(mut self) -> Self {
+        self.context_mut().set_progress(None, Some(true));
         self
     }
 
@@ -183,13 +207,13 @@ impl fmt::Display for CallId {
 
 /// What travels down by value with a request: who it is, how long it may take, what it may do.
 ///
-/// A clone of a context is that of a new call: it keeps deadline and effect, and neither the id nor what
+/// A clone of a context is that of a new call: it keeps deadline (also an idle limit, which is its own) and effect, and neither the id nor what
 /// the layers noted.
 #[derive(Debug, Default)]
 pub struct CallContext {
     id: Option<CallId>,
-    deadline: Deadline,
-    /// Whether a layer resolved `deadline` from its default, so that a nested one may shorten it.
+    until: Until,
+    /// Whether a layer resolved the deadline from its default, so that a nested one may shorten it.
     pub(crate) by_default: bool,
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
     pub(crate) entered: bool,
@@ -235,18 +259,36 @@ impl CallContext {
 
     /// The call's deadline.
     pub const fn deadline(&self) -> Deadline {
-        self.deadline
+        self.until.deadline
+    }
+
+    /// What moves the call's deadline, if the call asked for that: its idle limit, and pauses.
+    pub const fn progress(&self) -> Option<&Arc<Progress>> {
+        self.until.progress.as_ref()
+    }
+
+    /// The call's deadline, and what moves it.
+    pub(crate) const fn until(&self) -> &Until {
+        &self.until
+    }
+
+    /// Asks for what moves the deadline, on top of what was asked for.
+    fn set_progress(&mut self, idle: Option<Duration>, while_asking: Option<bool>) {
+        let known = self.progress();
+        let idle = idle.or_else(|| known?.idle());
+        let while_asking = while_asking.or_else(|| Some(known?.pauses_while_asking())).unwrap_or_default();
+        self.until.progress = Some(Arc::new(Progress::new(idle, while_asking)));
     }
 
     /// Sets the call's deadline.
     pub fn set_deadline(&mut self, deadline: Deadline) {
-        self.deadline = deadline;
+        self.until.deadline = deadline;
         self.by_default = false;
     }
 
     /// Sets a deadline that came from a layer's default.
     pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
-        self.deadline = deadline;
+        self.until.deadline = deadline;
         self.by_default = true;
     }
 
@@ -300,7 +342,7 @@ impl CallContext {
     pub(crate) fn for_attempt(&self) -> Self {
         Self {
             id: self.id,
-            deadline: self.deadline,
+            until: self.until.clone(),
             by_default: self.by_default,
             entered: self.entered,
             guarded: self.guarded,
@@ -315,7 +357,7 @@ impl CallContext {
 
 impl Clone for CallContext {
     fn clone(&self) -> Self {
-        Self { deadline: self.deadline, effect: self.effect, ..Self::default() }
+        Self { until: self.until.of_another_call(), effect: self.effect, ..Self::default() }
     }
 }
 
@@ -663,6 +705,22 @@ mod tests {
         assert_eq!(replica(&call).unwrap().context().id(), Some(id));
         let mut other = Tagged::new(1, Effect::Write);
         assert_ne!(other.context_mut().assign_id(), id);
+    }
+
+    #[test]
+    fn an_idle_limit_is_one_for_all_attempts_of_a_call_and_another_calls_own() {
+        let call = Tagged::new(1, Effect::Write).idle(Duration::from_secs(1)).pause_while_asking();
+        let progress = call.context().progress().unwrap();
+        assert!(Arc::ptr_eq(progress, replica(&call).unwrap().context().progress().unwrap()));
+        let other = call.context().clone();
+        let other = other.progress().unwrap();
+        assert!(!Arc::ptr_eq(progress, other));
+        for progress in [progress, other] {
+            assert_eq!(progress.idle(), Some(Duration::from_secs(1)));
+            assert!(progress.pauses_while_asking());
+        }
+        assert!(Tagged::new(1, Effect::Write).context().progress().is_none());
+        assert_eq!(size_of::<Until>(), size_of::<Deadline>() + 8);
     }
 
     #[test]

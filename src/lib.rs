@@ -121,7 +121,7 @@ pub mod stdio;
 pub mod write_safety;
 
 pub use call::{Activity, Basis, Call, CallContext, CallId, Deadline, Effect, Tagged};
-pub use deadline::{DeadlineLayer, DeadlineService};
+pub use deadline::{DeadlineLayer, DeadlineService, Pause, Progress};
 pub use delivery::{Cause, ConnectError, Delivery, Evidence, Refusal, Rule, Scope, rule};
 pub use error::{Attempt, CallError, Closure, Exit, Outcome, ServerError, Settled};
 pub use event::Event;

@@ -13,7 +13,7 @@ use std::{
 
 use goaround::{
     BoxError, Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Event,
-    Outcome, RetryReadOnly, Tagged,
+    InDoubt, Outcome, Progress, ReconnectLayer, Refusal, RetryReadOnly, Tagged, WriteSafetyLayer,
 };
 use tokio::time::{Instant, advance};
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
@@ -340,4 +340,222 @@ fn services_and_futures_are_what_their_inner_ones_are() {
     shared(&service);
     sent(&service.call(read()));
     let _ = tower::util::BoxCloneSyncService::new(service);
+}
+
+// ----- idle limits and pauses
+
+fn progress_of(call: &Req) -> Arc<Progress> {
+    call.context().progress().unwrap().clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_without_progress_ends_after_its_idle_limit() {
+    for (call, outcome) in [(write(), Outcome::Unknown), (read(), Outcome::NoAnswer)] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(60 * SECOND));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let call = call.idle(2 * SECOND);
+        // What passes before the call is no part of it.
+        advance(5 * SECOND).await;
+        let mut call = task::spawn(service.call(call));
+        assert_pending!(call.poll());
+        let _kept = assert_ready!(handle.poll_request());
+        advance(2 * SECOND - Duration::from_millis(1)).await;
+        assert!(!call.is_woken());
+        advance(Duration::from_millis(1)).await;
+        assert!(call.is_woken());
+        let error = assert_ready_err!(call.poll());
+        assert!(matches!(error.cause(), Cause::Deadline));
+        assert_eq!(error.outcome(), outcome);
+        assert_eq!(error.notes().collect::<Vec<_>>(), ["the server said nothing of it for 2s"]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn progress_extends_the_idle_limit_again_and_again_up_to_the_deadline() {
+    let (mut service, _handle) = new_service(DeadlineLayer::new(10 * SECOND));
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let call = read().idle(2 * SECOND);
+    let progress = progress_of(&call);
+    let mut call = task::spawn(service.call(call));
+    assert_pending!(call.poll());
+    let mut woken = 0;
+    for _ in 0..99 {
+        advance(SECOND / 10).await;
+        woken += usize::from(call.is_woken());
+        progress.made();
+        assert_pending!(call.poll());
+    }
+    // The timer alone, when it fires early: not each message.
+    assert!(woken <= 7, "{woken}");
+    advance(SECOND / 10).await;
+    assert!(call.is_woken());
+    let error = assert_ready_err!(call.poll());
+    assert_eq!((error.outcome(), error.notes().count()), (Outcome::NoAnswer, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_limit_without_a_maximum_is_refused_and_zero_is_past() {
+    let idle = || write().idle(SECOND);
+    for (layer, call) in [
+        (DeadlineLayer::never(), idle()),
+        (DeadlineLayer::new(SECOND), idle().deadline(Deadline::Never)),
+        (DeadlineLayer::new(SECOND), idle().within(Duration::MAX)),
+        (DeadlineLayer::new(Duration::MAX), idle()),
+    ] {
+        let (mut service, mut handle) = new_service(layer);
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let error = assert_ready_err!(task::spawn(service.call(call)).poll());
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::Config(_))), "{error:?}");
+        assert!(error.to_string().contains("an idle limit needs a maximum"), "{error}");
+        assert!(handle.poll_request().is_pending());
+    }
+    let (mut service, _handle) = new_service(DeadlineLayer::new(SECOND));
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let error = assert_ready_err!(task::spawn(service.call(write().idle(Duration::ZERO))).poll());
+    assert_eq!(error.outcome(), Outcome::NotDone);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_it_is_paused_a_call_stands_still() {
+    for (idle, left) in [(None, 9), (Some(3 * SECOND), 2)] {
+        let (mut service, _handle) = new_service(DeadlineLayer::new(10 * SECOND));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let mut call = write().pause_while_asking();
+        if let Some(idle) = idle {
+            call = call.idle(idle);
+        }
+        let progress = progress_of(&call);
+        let mut call = task::spawn(service.call(call));
+        assert_pending!(call.poll());
+        advance(SECOND).await;
+        let (first, second) = (progress.pause(), progress.pause());
+        advance(100 * SECOND).await;
+        assert_pending!(call.poll());
+        assert!(!call.is_woken(), "not while it stands still");
+        drop(first);
+        advance(100 * SECOND).await;
+        assert_pending!(call.poll());
+        // A panic ends it too.
+        let panics = std::panic::AssertUnwindSafe(move || {
+            let _held = second;
+            panic!("the handler");
+        });
+        std::panic::catch_unwind(panics).unwrap_err();
+        assert!(call.is_woken());
+        assert_pending!(call.poll());
+        advance(left * SECOND - Duration::from_millis(1)).await;
+        assert_pending!(call.poll());
+        advance(Duration::from_millis(1)).await;
+        assert!(call.is_woken());
+        assert_eq!(assert_ready_err!(call.poll()).outcome(), Outcome::Unknown);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn progress_during_a_pause_gives_the_whole_limit_after_it() {
+    let (mut service, _handle) = new_service(DeadlineLayer::new(60 * SECOND));
+    assert_ready_ok!(service.poll_ready::<Req>());
+    let call = read().idle(3 * SECOND).pause_while_asking();
+    let progress = progress_of(&call);
+    let mut call = task::spawn(service.call(call));
+    assert_pending!(call.poll());
+    advance(2 * SECOND).await;
+    let pause = progress.pause();
+    advance(7 * SECOND).await;
+    progress.made();
+    advance(7 * SECOND).await;
+    drop(pause);
+    advance(3 * SECOND - Duration::from_millis(1)).await;
+    assert_pending!(call.poll());
+    advance(Duration::from_millis(1)).await;
+    assert_ready_err!(call.poll());
+}
+
+#[test]
+fn a_pause_alone_needs_no_timer() {
+    // Without a runtime a timer cannot even be made.
+    let mut service = DeadlineLayer::never().layer(service_fn(|_: Req| pending::<Result<u8, CallError>>()));
+    assert_pending!(task::spawn(service.call(read().pause_while_asking())).poll());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempts_time_stands_still_and_is_not_extended_by_progress() {
+    for is_read in [true, false] {
+        let (attempts, checks) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+        let (made, checked) = (attempts.clone(), checks.clone());
+        let service = ServiceBuilder::new()
+            .layer(DeadlineLayer::new(60 * SECOND))
+            .layer(RetryReadOnly.attempt_timeout(4 * SECOND))
+            .layer(
+                WriteSafetyLayer::new(move |doubt: InDoubt<Req, u8>| {
+                    checked.fetch_add(1, Ordering::Relaxed);
+                    async move { Ok::<_, BoxError>(doubt.landed(7)) }
+                })
+                .attempt_timeout(4 * SECOND),
+            )
+            .service(service_fn(move |_: Req| {
+                made.fetch_add(1, Ordering::Relaxed);
+                pending::<Result<u8, CallError>>()
+            }));
+        let call = if is_read { read() } else { write() };
+        let call = call.idle(3 * SECOND).pause_while_asking();
+        let progress = progress_of(&call);
+        let mut call = task::spawn(service.oneshot(call));
+        assert_pending!(call.poll());
+        advance(SECOND).await;
+        let pause = progress.pause();
+        advance(50 * SECOND).await;
+        assert_pending!(call.poll());
+        assert_eq!((attempts.load(Ordering::Relaxed), checks.load(Ordering::Relaxed)), (1, 0));
+        drop(pause);
+        progress.made();
+        assert_pending!(call.poll());
+        advance(2 * SECOND).await;
+        progress.made();
+        assert_pending!(call.poll());
+        assert_eq!((attempts.load(Ordering::Relaxed), checks.load(Ordering::Relaxed)), (1, 0));
+        advance(SECOND).await;
+        assert!(call.is_woken());
+        match is_read {
+            true => {
+                // Another attempt follows after the backoff.
+                assert_pending!(call.poll());
+                advance(SECOND).await;
+                assert_pending!(call.poll());
+                assert_eq!(attempts.load(Ordering::Relaxed), 2);
+            }
+            false => assert_eq!(assert_ready_ok!(call.poll()), 7),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_layer_goes_by_the_idle_limit() {
+    // A connect that hangs: the reconnect layer knows that nothing was sent.
+    let connector = service_fn(|()| pending::<Result<Inner, BoxError>>());
+    let client = DeadlineLayer::new(60 * SECOND).layer(ReconnectLayer::once().layer(connector));
+    let began = Instant::now();
+    let error = client.oneshot(write().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.outcome()), (2 * SECOND, Outcome::NotDone));
+
+    // A wait that does not fit is not begun.
+    let busy =
+        service_fn(|_: Req| async { Err::<u8, _>(CallError::not_processed("busy").after(5 * SECOND)) });
+    let client =
+        ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(RetryReadOnly).service(busy);
+    let began = Instant::now();
+    let error = client.clone().oneshot(read().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.attempts().len()), (Duration::ZERO, 1));
+    let error = client.oneshot(read().idle(30 * SECOND)).await.unwrap_err();
+    assert_eq!(error.attempts().len(), 3);
+
+    // The write is with a server that says nothing: the layer that has it says what it knows.
+    let layer =
+        WriteSafetyLayer::new(|doubt: InDoubt<Req, u8>| async move { Ok::<_, BoxError>(doubt.landed(7)) });
+    let silent = service_fn(|_: Req| pending::<Result<u8, CallError>>());
+    let client = ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(layer).service(silent);
+    let began = Instant::now();
+    let error = client.oneshot(write().idle(2 * SECOND)).await.unwrap_err();
+    assert_eq!((began.elapsed(), error.outcome()), (2 * SECOND, Outcome::Unknown));
+    assert_eq!(error.notes().collect::<Vec<_>>(), ["the server said nothing of it for 2s"]);
 }

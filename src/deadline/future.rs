@@ -5,9 +5,10 @@ use std::{
 };
 
 use pin_project::pin_project;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Sleep, sleep_until};
 
-use crate::{CallError, Delivery, Effect, event::Report};
+use super::Until;
+use crate::{CallError, Cause, Delivery, Effect, event::Report};
 
 /// Future of [`DeadlineService`](super::DeadlineService).
 #[pin_project]
@@ -18,7 +19,7 @@ pub struct ResponseFuture<F> {
     /// Made when the inner future is first pending.
     #[pin]
     timer: Option<Sleep>,
-    at: Option<Instant>,
+    until: Until,
     effect: Effect,
     /// Kept by the outermost layer of the call.
     report: Option<Report>,
@@ -38,12 +39,12 @@ enum State<F> {
 // ===== impl ResponseFuture =====
 
 impl<F> ResponseFuture<F> {
-    pub(super) fn new(future: F, at: Option<Instant>, effect: Effect, report: Option<Report>) -> Self {
-        Self { state: State::Called(future), timer: None, at, effect, report }
+    pub(super) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
+        Self { state: State::Called(future), timer: None, until, effect, report }
     }
 
     pub(super) fn past(error: CallError, effect: Effect) -> Self {
-        Self { state: State::Past(Some(error)), timer: None, at: None, effect, report: None }
+        Self { state: State::Past(Some(error)), timer: None, until: Until::default(), effect, report: None }
     }
 }
 
@@ -63,7 +64,7 @@ where
             }
             StateProj::Done => panic!("polled after completion"),
         };
-        let error = match ready!(poll_until(future, this.timer.as_mut(), *this.at, cx)) {
+        let error = match ready!(poll_until(future, this.timer.as_mut(), this.until, cx)) {
             Some(Ok(response)) => return Poll::Ready(Ok(response)),
             Some(Err(error)) => error,
             None => CallError::deadline(Delivery::Ambiguous),
@@ -71,7 +72,13 @@ where
         // What is pending is given up now, not when somebody gets round to dropping this future.
         this.state.set(State::Done);
         this.timer.set(None);
-        let error = error.of_call("", *this.effect).with_attempt(None);
+        let mut error = error.of_call("", *this.effect).with_attempt(None);
+        if matches!(error.cause(), Cause::Deadline)
+            && let Some(note) = this.until.why_so_early()
+            && !error.notes().any(|known| known == note)
+        {
+            error = error.note(note);
+        }
         if let Some(report) = this.report {
             report.failed(&error);
         }
@@ -79,17 +86,17 @@ where
     }
 }
 
-/// Polls `future` until `at`, and once more then: `None` if it is pending even so.
+/// Polls `future` until the deadline, and once more then: `None` if it is pending even so.
 fn poll_until<F: Future>(
     mut future: Pin<&mut F>,
     mut timer: Pin<&mut Option<Sleep>>,
-    at: Option<Instant>,
+    until: &Until,
     cx: &mut Context<'_>,
 ) -> Poll<Option<F::Output>> {
     // The timer first, so that the poll after it is the one more, and so that an inner future that always
     // uses up the task's budget cannot starve the timer.
     if let Some(timer) = timer.as_mut().as_pin_mut() {
-        let fired = timer.poll(cx).is_ready();
+        let fired = until.poll_timer(timer, cx).is_ready();
         if let Poll::Ready(output) = future.as_mut().poll(cx) {
             return Poll::Ready(Some(output));
         }
@@ -98,16 +105,16 @@ fn poll_until<F: Future>(
         }
         // Of nested layers with the same instant the outer one's timer may fire first, and its one more poll
         // must find this one ready too.
-        if at.is_none_or(|at| Instant::now() < at) {
+        if !until.is_over() {
             return Poll::Pending;
         }
     } else {
         if let Poll::Ready(output) = future.as_mut().poll(cx) {
             return Poll::Ready(Some(output));
         }
-        let Some(at) = at else { return Poll::Pending };
+        let Some(at) = until.instant() else { return Poll::Pending };
         timer.set(Some(sleep_until(at)));
-        if timer.as_pin_mut().is_some_and(|timer| timer.poll(cx).is_pending()) {
+        if timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
             return Poll::Pending;
         }
     }

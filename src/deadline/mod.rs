@@ -9,6 +9,39 @@
 //! [`Call::deadline`]) wins over the layer's default. Of the defaults of nested layers
 //! the earlier instant wins. [`Deadline::Never`] is a value like any other.
 //!
+//! # Idle limits
+//!
+//! A call that may take long, but not in silence, gets an idle limit ([`Call::idle`]): it ends, as at its deadline,
+//! once the server has reported no [`Progress`] of this very call for that long. Its deadline, or the layer's
+//! default, is the maximum, which no progress moves; a call without one is refused
+//! ([`Refusal::Config`]). The limit counts from here, and again from each hand-over to a
+//! connection, so that a replay has the whole of it. It is the limit of everything else too: a backoff, a connect
+//! or a check that takes longer than that does not fit in the time left.
+//!
+//! [`Call::pause_while_asking`] lets deadline and idle limit stand still while the user answers a question of the
+//! server, and with them the time of an attempt
+//! ([`attempt_timeout`](crate::RetryReadOnlyLayer::attempt_timeout)). That one is of its own: progress does not
+//! extend it, and the half of the time left that a write with a check has by default is half of the time to its
+//! deadline. A write whose server falls silent before that is unknown, and not checked.
+//!
+//! Both need a connection that knows of such things, as [`mcp`](crate::mcp)'s does; another one can
+//! ([`Progress`]). Time that was seen to be up stays so, whatever progress comes then. A call with neither costs
+//! nothing more.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use goaround::{Call, jsonrpc::{Request, Response}, mcp};
+//! use serde_json::json;
+//!
+//! # async fn index(client: mcp::Client) -> Result<Response, goaround::BoxError> {
+//! let call = Request::new("tools/call", json!({ "name": "index_repository" }))?
+//!     .idle(Duration::from_secs(30)) // without a word
+//!     .within(Duration::from_secs(3600)) // whatever it says
+//!     .pause_while_asking(); // but the user may take his time
+//! Ok(client.send(call).await?)
+//! # }
+//! ```
+//!
 //! # Differences from `tower::timeout`
 //!
 //! When the time is up the inner future is polled *once more*: an answer that is there wins, and the layers
@@ -38,15 +71,21 @@
 
 mod future;
 mod layer;
+mod progress;
 
 use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 use tower::Service;
 
-pub use self::{future::ResponseFuture, layer::DeadlineLayer};
+pub(crate) use self::progress::Until;
+pub use self::{
+    future::ResponseFuture,
+    layer::DeadlineLayer,
+    progress::{Pause, Progress},
+};
 use crate::{
-    Call, CallError, Deadline, Delivery,
+    Call, CallError, Deadline, Delivery, Refusal,
     call::{CallContext, CallIds, effect_of},
     event::{self, Events, Report},
 };
@@ -90,12 +129,12 @@ impl<S> DeadlineService<S> {
         }
     }
 
-    /// Settles the call's deadline; `Err` if it has passed already.
+    /// Settles the call's deadline; `Err` if it has passed already, or nothing bounds an idle limit.
     #[inline]
-    fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
+    fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
         let own = context.deadline();
         if own == Deadline::Never && !context.by_default {
-            return Ok(None);
+            return bounded(context).cloned();
         }
         let now = Instant::now();
         let deadline = match own {
@@ -106,10 +145,14 @@ impl<S> DeadlineService<S> {
         if own == Deadline::Inherit || context.by_default {
             context.set_default_deadline(deadline);
         }
-        if deadline.is_past(now) {
+        if let Some(progress) = context.progress() {
+            progress.begin(now);
+        }
+        let until = bounded(context)?;
+        if until.is_past(now) {
             return Err(CallError::deadline(Delivery::NotSent));
         }
-        Ok(deadline.instant())
+        Ok(until.clone())
     }
 }
 
@@ -132,9 +175,23 @@ where
         let context = request.context_mut();
         let report = event::enter(context, &mut self.ids, &self.events).then(|| Report::of(context));
         match self.settle(context) {
-            Ok(at) => ResponseFuture::new(self.inner.call(request), at, effect, report),
+            Ok(until) => ResponseFuture::new(self.inner.call(request), until, effect, report),
             Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
         }
+    }
+}
+
+/// The limits of the call, which must not be an idle limit alone: a server that goes on reporting progress would
+/// hold the call for ever.
+fn bounded(context: &CallContext) -> Result<&Until, CallError> {
+    let until = context.until();
+    match &until.progress {
+        Some(progress) if progress.idle().is_some() && until.deadline.instant().is_none() => {
+            Err(CallError::refused(Refusal::Config(
+                "an idle limit needs a maximum: give the call a deadline, or the layer a default",
+            )))
+        }
+        _ => Ok(until),
     }
 }
 

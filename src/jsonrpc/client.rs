@@ -234,6 +234,9 @@ impl Client {
             let error = named(CallError::attempt_timeout(Delivery::NotSent), &request);
             return ResponseFuture(Phase::Failed(error.with_request(request)));
         }
+        if let Some(progress) = request.context().progress() {
+            progress.made();
+        }
         let exchange = Arc::new(Exchange::new(request, kind));
         let waker = {
             let mut state = shared.lock();
@@ -560,12 +563,12 @@ fn poll_waiting(
         return Poll::Ready(Waited::Ended(outcome));
     }
     let context = exchange.request.context();
-    let (deadline, until) = (context.deadline().instant(), context.attempt_until());
-    if !polled || (deadline.is_none() && until.is_none()) {
+    let (deadline, until) = (context.until(), context.attempt_until());
+    if !polled || (!deadline.has_end() && until.is_none()) {
         return Poll::Pending;
     }
     let now = Instant::now();
-    let at_deadline = deadline.is_some_and(|at| now >= at);
+    let at_deadline = deadline.is_past(now);
     if !at_deadline && until.is_none_or(|at| now < at) {
         return Poll::Pending;
     }

@@ -16,6 +16,7 @@ use super::{
     handshake::{self, Plan},
     session::{Inbox, LISTEN, Memory, Session, Wires},
     settings::Settings,
+    watch::Watch,
 };
 use crate::{
     Basis, BoxError, Call, CallError, Closure, Refusal,
@@ -41,6 +42,11 @@ use crate::{
 ///   30 seconds takes it over, as the replay of [`RetryReadOnly`](crate::RetryReadOnly) does. That gives up at
 ///   the second closure, as with every read: to listen for ever, ask again in a loop. An
 ///   [attempt timeout](crate::RetryReadOnlyLayer::attempt_timeout) ends streams too.
+/// - a call with an [idle limit](Call::idle) gets a `progressToken` of its own, unless the caller gave it one, and
+///   `notifications/progress` with exactly that token extend the limit. The handler gets them too.
+/// - while the handler answers an `elicitation/create`, the calls on this connection that asked for it
+///   ([`Call::pause_while_asking`]) stand still: nobody can say for which of them the server asks. On 2026-07-28 a
+///   server asks by its answer, which ends the call.
 /// - a page of a list by a cursor that another session handed out is refused
 ///   ([`Refusal::CursorOfAnotherSession`]), since cursors must not be kept across sessions. The first session
 ///   of a connector lets all cursors pass, every later one those that it has handed out itself.
@@ -99,7 +105,7 @@ pub(super) async fn connect(
 impl Connection {
     /// Calls a method. The request is queued now, in the order of these calls; the future waits for the
     /// answer.
-    pub fn request(&self, request: Request) -> ResponseFuture {
+    pub fn request(&self, mut request: Request) -> ResponseFuture {
         let session = &self.session;
         if request.context().basis() == Basis::TrustedAnnotation && !session.upholds(&request) {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
@@ -125,16 +131,16 @@ impl Connection {
             Kind::Listen => None,
         };
         let lesson = lesson.map(|lesson| Box::new((Arc::clone(session), lesson)));
-        if !session.is_modern() {
-            let call = self.client.request(request);
-            return ResponseFuture(match lesson {
-                None => Phase::Plain(call),
-                Some(lesson) => Phase::Followed { call, original: None, lesson: Some(lesson) },
-            });
+        let watched = request.context().progress().is_some();
+        if !session.is_modern() && lesson.is_none() && !watched {
+            return ResponseFuture(Phase::Plain(self.client.request(request)));
         }
-        let (request, original) = session.dress(request);
+        let original = (session.is_modern() || watched).then(|| request.shared_params());
+        // Before it is sent, so that no progress is missed.
+        let watch = watched.then(|| session.wires.calls.watch(&mut request)).flatten().map(Box::new);
+        let (request, _) = session.dress(request);
         let call = self.client.request(request);
-        ResponseFuture(Phase::Followed { call, original: Some(original), lesson })
+        ResponseFuture(Phase::Followed { call, original, lesson, watch })
     }
 
     /// Sends a notification. See [`Client::notify`].
@@ -301,6 +307,8 @@ enum Phase {
         /// The caller's own parameters, if others are sent.
         original: Option<Option<Arc<RawValue>>>,
         lesson: Option<Box<(Arc<Session>, Lesson)>>,
+        /// Of a call whose deadline moves.
+        watch: Option<Box<Watch>>,
     },
     Stream(BoxFuture<Result<Response, CallError>>),
     Known(Option<Result<Response, CallError>>),
@@ -323,8 +331,9 @@ impl Future for ResponseFuture {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
             Phase::Plain(call) => Pin::new(call).poll(cx),
-            Phase::Followed { call, original, lesson } => {
+            Phase::Followed { call, original, lesson, watch } => {
                 let mut outcome = ready!(Pin::new(call).poll(cx));
+                *watch = None;
                 if let Some(lesson) = lesson.take() {
                     let (session, lesson) = *lesson;
                     lesson.learn(&session, &outcome);

@@ -1,5 +1,5 @@
-//! What every request of the protocol without a handshake carries: version, client and log level, in
-//! `params._meta`.
+//! What requests carry in `params._meta`: in the protocol without a handshake every one of them version, client
+//! and log level, and in each version those that want to know of progress a token.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -30,6 +30,15 @@ impl Envelope {
         if let Some(level) = level {
             members.push((LOG_LEVEL, json!(level)));
         }
+        Self::of(members)
+    }
+
+    /// Only a token for progress.
+    pub(super) fn of_token(token: &str) -> Self {
+        Self::of(vec![("progressToken", json!(token))])
+    }
+
+    fn of(members: Vec<(&'static str, Value)>) -> Self {
         let text = members.iter().map(|(key, value)| format!("{}:{value}", Value::from(*key)));
         let text = text.collect::<Vec<_>>().join(",");
         let members = members

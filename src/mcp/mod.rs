@@ -9,6 +9,8 @@
 //!   notifications ([`Connection`]),
 //! - `ping` or `server/discover` as the question that decides whether a silent server is still there, and the
 //!   answer to the server's own `ping`,
+//! - progress: a call with an [idle limit](crate::Call::idle) asks the server for it by a token, and is extended by
+//!   it ([`Connection`]),
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by
 //!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
 //!   says otherwise.
@@ -49,6 +51,7 @@ mod stats;
 pub mod tasks;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 use std::{
     fmt,

@@ -25,6 +25,7 @@ use super::{
     handshake::{Agreed, HandshakeError, discover_request},
     rules::{strength, tool_of},
     settings::Settings,
+    watch::Calls,
 };
 use crate::{
     Call, CallError, Closure, Deadline, ServerError,
@@ -51,6 +52,7 @@ const MAX_STREAMS: usize = 64;
 const MAX_CURSORS: usize = 4_096;
 const MAX_ACKNOWLEDGED: usize = 256;
 
+const ELICIT: &str = "elicitation/create";
 pub(super) const LISTEN: &str = "subscriptions/listen";
 
 /// The levels of the protocol's log messages.
@@ -621,6 +623,7 @@ pub(super) struct Wires {
     acknowledged: Mutex<VecDeque<u64>>,
     heard: Notify,
     tools_changed: Notify,
+    pub(super) calls: Arc<Calls>,
 }
 
 impl Wires {
@@ -662,12 +665,15 @@ impl Handler for Inbox {
         if request.method() == "ping" {
             return Response::new(json!({})).map_err(|_| ServerError::new(-32603, "internal error"));
         }
+        // Ends with this future, be it that it panics or that the connection is gone.
+        let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask());
         self.settings.handler.clone().request(request).await
     }
 
     fn notification(&self, notification: Notification) {
         match notification.method() {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
+            "notifications/progress" => self.wires.calls.progress(&notification),
             "notifications/tools/list_changed" => self.wires.tools_changed.notify_one(),
             _ => {}
         }

@@ -18,13 +18,16 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
+use tower::{Layer, ServiceBuilder, ServiceExt};
+
 use super::{
     connection::{Open, connect},
     settings::Settings,
     *,
 };
 use crate::{
-    Basis, Call, CallError, Cause, Delivery, Effect, Refusal, ServerError,
+    Basis, Call, CallError, Cause, DeadlineLayer, Delivery, Effect, Outcome, ReconnectLayer, Refusal,
+    RetryReadOnly, ServerError,
     connection::{self as own, BoxFuture},
     jsonrpc::{Builder, Client, Notification, Response, ServerRequest},
     stdio::Opened,
@@ -1116,4 +1119,233 @@ fn a_calls_future_is_send_and_small() {
     is_send::<ResponseFuture>();
     assert!(size_of::<ResponseFuture>() <= 64, "{}", size_of::<ResponseFuture>());
     let _: fn(CallError) = |_| {};
+}
+
+// ----- progress, and questions to the user
+
+/// The two eras.
+const ERAS: [ProtocolVersion; 2] = [ProtocolVersion::V2025_11_25, ProtocolVersion::V2026_07_28];
+const SECOND: Duration = Duration::from_secs(1);
+
+impl Server {
+    async fn progress(&mut self, token: &Value) {
+        let params = json!({ "progressToken": token, "progress": 1 });
+        self.write(json!({ "jsonrpc": "2.0", "method": "notifications/progress", "params": params })).await;
+    }
+}
+
+fn within_a_minute(
+    connection: &Connection,
+    call: Request,
+) -> JoinHandle<(Duration, Result<Response, CallError>)> {
+    let service = DeadlineLayer::new(60 * SECOND).layer(connection.clone());
+    let began = Instant::now();
+    tokio::spawn(async move {
+        let result = service.oneshot(call).await;
+        (began.elapsed(), result)
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn progress_with_the_calls_own_token_extends_its_idle_limit_up_to_the_maximum() {
+    for version in ERAS {
+        let user = User::default();
+        let mut lab = Lab::new();
+        lab.settings.handler = Arc::new(user.clone());
+        let (connection, mut server) = lab.pair(version).await;
+        for own in [None, Some(json!(7)), Some(json!("mine"))] {
+            user.0.lock().unwrap().clear();
+            let call = match &own {
+                None => request("tools/call", json!({ "name": "x" })),
+                Some(token) => {
+                    request("tools/call", json!({ "name": "x", "_meta": { "progressToken": token } }))
+                }
+            };
+            let calling = within_a_minute(&connection, call.idle(2 * SECOND).within(10 * SECOND));
+            let asked = server.asked("tools/call").await;
+            let token = asked["params"]["_meta"]["progressToken"].clone();
+            match &own {
+                None => assert!(token.is_string(), "{asked}"),
+                Some(own) => assert_eq!(token, *own),
+            }
+            let modern = asked["params"]["_meta"].get("io.modelcontextprotocol/protocolVersion");
+            assert_eq!(modern.is_some(), !version.has_handshake());
+            for _ in 0..6 {
+                sleep(3 * SECOND / 2).await;
+                assert!(!calling.is_finished());
+                server.progress(&token).await;
+            }
+            let (took, result) = calling.await.unwrap();
+            let error = result.unwrap_err();
+            assert_eq!((took.as_secs(), error.outcome()), (10, Outcome::Unknown));
+            assert_eq!(*user.0.lock().unwrap(), ["notifications/progress"; 6]);
+            server.asked("notifications/cancelled").await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_else_extends_it_and_the_call_ends_with_what_is_known() {
+    for version in ERAS {
+        let mut lab = Lab::new();
+        let (connection, mut server) = lab.pair(version).await;
+        let read = tool("x").read_only();
+        for (call, outcome) in [(tool("x"), Outcome::Unknown), (read, Outcome::NoAnswer)] {
+            // Another call's token is of no use, and neither is one that looks like it.
+            let other = within_a_minute(&connection, tool("other").idle(59 * SECOND));
+            let others = server.asked("tools/call").await["params"]["_meta"]["progressToken"].clone();
+            let calling = within_a_minute(&connection, call.idle(2 * SECOND));
+            let own = server.asked("tools/call").await["params"]["_meta"]["progressToken"].clone();
+            assert_ne!(own, others);
+            sleep(SECOND).await;
+            for token in [others, json!(1), json!("unknown"), Value::Null, json!([own])] {
+                server.progress(&token).await;
+            }
+            let (took, result) = calling.await.unwrap();
+            let error = result.unwrap_err();
+            assert_eq!((took.as_secs(), error.outcome()), (2, outcome));
+            assert!(error.to_string().contains("said nothing of it for 2s"), "{error}");
+            // Late progress changes nothing.
+            server.progress(&own).await;
+            server.asked("notifications/cancelled").await;
+            other.abort();
+            server.asked("notifications/cancelled").await;
+        }
+        // A call that asks for no progress gets no token.
+        let asked = exchange(&connection, &mut server, tool("x").pause_while_asking(), json!({})).await.0;
+        assert_eq!(asked["params"]["_meta"].get("progressToken"), None);
+        assert_eq!(asked["params"].get("_meta").is_some(), !version.has_handshake());
+
+        // Behind a pipe that is full, nothing was sent.
+        let large = request("tools/call", json!({ "name": "x", "text": "x".repeat(200_000) }));
+        let large = within_a_minute(&connection, large);
+        sleep(SECOND).await;
+        let (took, result) = within_a_minute(&connection, tool("x").idle(2 * SECOND)).await.unwrap();
+        assert_eq!((took.as_secs(), result.unwrap_err().outcome()), (2, Outcome::NotDone));
+        large.abort();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_keeps_the_idle_limit_and_has_a_token_of_its_own() {
+    for version in ERAS {
+        let mut lab = Lab::new();
+        let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+        let connector =
+            tower::service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
+        let client = ServiceBuilder::new()
+            .layer(DeadlineLayer::new(60 * SECOND))
+            .layer(RetryReadOnly)
+            .layer(ReconnectLayer::once())
+            .service(connector);
+        let call = tool("x").read_only().idle(2 * SECOND);
+        let calling = tokio::spawn(client.oneshot(call));
+        let mut tokens = Vec::new();
+        for last in [false, true] {
+            let mut server = lab.server().await;
+            match version.has_handshake() {
+                true => drop(server.older(version.as_str()).await),
+                false => drop(server.modern().await),
+            }
+            let asked = server.asked("tools/call").await;
+            let token = asked["params"]["_meta"]["progressToken"].clone();
+            assert!(token.is_string() && !tokens.contains(&token), "{asked}");
+            // From the hand-over on there is the whole limit again.
+            sleep(3 * SECOND / 2).await;
+            if last {
+                server.progress(&token).await;
+                sleep(3 * SECOND / 2).await;
+                assert!(!calling.is_finished());
+                for of_the_first in &tokens {
+                    server.progress(of_the_first).await;
+                }
+                let began = Instant::now();
+                while !calling.is_finished() {
+                    sleep(SECOND / 10).await;
+                }
+                assert!(began.elapsed() < SECOND);
+            }
+            tokens.push(token);
+        }
+        assert_eq!(calling.await.unwrap().unwrap_err().outcome(), Outcome::NoAnswer);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_ends_with_its_connection() {
+    let mut lab = Lab::new();
+    lab.settings.handler = Arc::new(Slow);
+    let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+    let connector =
+        tower::service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
+    let client = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND))
+        .layer(RetryReadOnly)
+        .layer(ReconnectLayer::once())
+        .service(connector);
+    let calling = tokio::spawn(client.oneshot(tool("x").read_only().idle(2 * SECOND).pause_while_asking()));
+    let mut first = lab.server().await;
+    first.older("2025-11-25").await;
+    first.asked("tools/call").await;
+    let question = json!({ "seconds": 100, "message": "Which one?" });
+    let ask = json!({ "jsonrpc": "2.0", "id": 1, "method": "elicitation/create", "params": question });
+    first.write(ask).await;
+    sleep(50 * SECOND).await;
+    assert!(!calling.is_finished());
+    drop(first);
+    let mut second = lab.server().await;
+    second.older("2025-11-25").await;
+    second.asked("tools/call").await;
+    let began = Instant::now();
+    assert_eq!(calling.await.unwrap().unwrap_err().outcome(), Outcome::NoAnswer);
+    assert_eq!(began.elapsed().as_secs(), 2);
+}
+
+/// A user who takes his time to answer: the seconds in the question, or a panic.
+struct Slow;
+
+impl Handler for Slow {
+    async fn request(&self, request: ServerRequest) -> Result<Response, ServerError> {
+        let question: Value = request.params().unwrap();
+        sleep(question["seconds"].as_u64().unwrap() as u32 * SECOND).await;
+        assert_ne!(question["message"], "panic");
+        Ok(Response::new(json!({ "action": "decline" })).unwrap())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_user_is_asked_the_calls_that_asked_for_it_stand_still() {
+    for message in ["Which one?", "panic"] {
+        let mut lab = Lab::new();
+        lab.settings.handler = Arc::new(Slow);
+        let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
+        let ask = |id: u64, method: &str, seconds: u64| {
+            let params = json!({ "message": message, "seconds": seconds });
+            json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params })
+        };
+        let idle = within_a_minute(&connection, tool("a").idle(3 * SECOND).pause_while_asking());
+        let most = within_a_minute(&connection, tool("b").within(5 * SECOND).pause_while_asking());
+        let other = within_a_minute(&connection, tool("c").within(5 * SECOND));
+        for _ in 0..3 {
+            server.asked("tools/call").await;
+        }
+        // A question that is none to the user pauses nothing.
+        server.write(ask(1, "sampling/createMessage", 1)).await;
+        sleep(SECOND).await;
+        server.write(ask(2, "elicitation/create", 100)).await;
+        sleep(50 * SECOND).await;
+        server.write(ask(3, "elicitation/create", 100)).await;
+        sleep(SECOND).await;
+        assert_eq!(other.await.unwrap().0.as_secs(), 5);
+        // A call that comes while the user is asked stands still from the beginning.
+        let late = within_a_minute(&connection, tool("d").within(2 * SECOND).pause_while_asking());
+        let mut ended = [0; 3];
+        for (ended, call) in ended.iter_mut().zip([idle, most, late]) {
+            let (took, result) = call.await.unwrap();
+            assert_eq!(result.unwrap_err().outcome(), Outcome::Unknown);
+            *ended = took.as_secs();
+        }
+        // The questions took from 1 to 151, the last call began at 52.
+        assert_eq!(ended, [153, 155, 101]);
+    }
 }

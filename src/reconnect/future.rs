@@ -19,6 +19,7 @@ use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
     call::Trail,
+    deadline::Until,
     event::{CallReport, Event, Events},
 };
 
@@ -41,7 +42,7 @@ where
 struct Facts {
     effect: Effect,
     basis: Basis,
-    deadline: Deadline,
+    until: Until,
     attempt_until: Option<Instant>,
     id: Option<CallId>,
     outermost: bool,
@@ -229,7 +230,7 @@ where
                     Poll::Ready(Ok(())) => {
                         let Some(request) = request.take() else { return Poll::Pending };
                         if call.is_over() {
-                            let error = if call.deadline.is_past(Instant::now()) {
+                            let error = if call.until.is_past(Instant::now()) {
                                 CallError::deadline(Delivery::NotSent)
                             } else {
                                 CallError::attempt_timeout(Delivery::NotSent)
@@ -310,7 +311,7 @@ impl Facts {
         Self {
             effect,
             basis: context.basis(),
-            deadline: context.deadline(),
+            until: context.until().clone(),
             attempt_until: context.attempt_until(),
             id: context.id(),
             outermost,
@@ -330,21 +331,21 @@ impl Facts {
 
     /// Whether the deadline has passed. The first poll reads no clock.
     fn is_late(&self, first: bool) -> bool {
-        !first && self.deadline.instant().is_some() && self.deadline.is_past(Instant::now())
+        !first && self.until.is_over()
     }
 
     /// Until when a hand-over may happen.
     fn waits_until(&self) -> Deadline {
-        match (self.deadline.instant(), self.attempt_until) {
+        match (self.until.instant(), self.attempt_until) {
             (Some(deadline), Some(until)) => Deadline::At(deadline.min(until)),
             (Some(at), None) | (None, Some(at)) => Deadline::At(at),
-            (None, None) => self.deadline,
+            (None, None) => self.until.deadline,
         }
     }
 
     /// Whether nothing may be handed over any more.
     fn is_over(&self) -> bool {
-        self.waits_until().instant().is_some_and(|until| Instant::now() >= until)
+        self.until.is_over() || self.attempt_until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Ends a wait, and returns the request, if its time is up.
@@ -357,7 +358,7 @@ impl Facts {
         if first || !self.is_over() {
             return Poll::Pending;
         }
-        let error = if self.deadline.is_past(Instant::now()) {
+        let error = if self.until.is_past(Instant::now()) {
             CallError::deadline(Delivery::NotSent)
         } else {
             CallError::attempt_timeout(Delivery::NotSent)

@@ -34,6 +34,8 @@ where
     timer: Option<Sleep>,
     /// Until when the current attempt is waited for.
     until: Option<Instant>,
+    /// How long the call had stood still when that attempt began.
+    stood: Duration,
     /// Whether `timer` runs for `until`.
     armed: bool,
     /// Whether the current attempt has been polled.
@@ -109,13 +111,17 @@ where
         kept: Req,
         until: Option<Instant>,
         outermost: bool,
-    ) -> Self {
+    ) -> Self
+    where
+        Req: Call,
+    {
+        let stood = if until.is_some() { kept.context().until().stood() } else { Duration::ZERO };
         let read = Read { handle, kept, outermost, progress: None };
-        Self::new(State::Attempt(future), Kind::Read(read), until)
+        Self { stood, ..Self::new(State::Attempt(future), Kind::Read(read), until) }
     }
 
     fn new(state: State<S, S::Future>, kind: Kind<S, Req>, until: Option<Instant>) -> Self {
-        Self { state, kind, timer: None, until, armed: false, polled: false }
+        Self { state, kind, timer: None, until, stood: Duration::ZERO, armed: false, polled: false }
     }
 }
 
@@ -139,7 +145,11 @@ where
             let error = match this.state.as_mut().project() {
                 StateProj::Attempt(future) => {
                     // The timer first, so that the poll after it is the one more.
-                    if *this.armed && over.is_none() && poll_timer(this.timer.as_mut(), cx).is_ready() {
+                    if *this.armed
+                        && over.is_none()
+                        && let Some(until) = *this.until
+                        && read.poll_attempt(this.timer.as_mut(), until, *this.stood, cx).is_ready()
+                    {
                         over = Some(Over::Attempt);
                     }
                     match (future.poll(cx), over.take()) {
@@ -163,7 +173,8 @@ where
                             } else if let Some(until) = this.until.filter(|_| !*this.armed) {
                                 *this.armed = true;
                                 set_timer(this.timer.as_mut(), until);
-                                if poll_timer(this.timer.as_mut(), cx).is_pending() {
+                                let timer = this.timer.as_mut();
+                                if read.poll_attempt(timer, until, *this.stood, cx).is_pending() {
                                     return Poll::Pending;
                                 }
                                 over = Some(Over::Attempt);
@@ -201,6 +212,7 @@ where
                             let mut request = read.begins().expect("made at the decision");
                             let limit = read.handle.options.attempt_timeout;
                             *this.until = limit.and_then(|limit| bound(request.context_mut(), limit));
+                            *this.stood = read.kept.context().until().stood();
                             (*this.armed, *this.polled) = (false, false);
                             let future = service.call(request);
                             this.state.set(State::Attempt(future));
@@ -277,8 +289,19 @@ fn poll_timer(timer: Pin<&mut Option<Sleep>>, cx: &mut Context<'_>) -> Poll<()> 
 impl<S, Req: Call> Read<S, Req> {
     /// Whether the call's deadline has passed. Reads the clock only where there is a deadline.
     fn is_past(&self) -> bool {
-        let deadline = self.kept.context().deadline();
-        deadline.instant().is_some() && deadline.is_past(Instant::now())
+        self.kept.context().until().is_over()
+    }
+
+    /// Ready once the attempt has taken long enough.
+    fn poll_attempt(
+        &self,
+        timer: Pin<&mut Option<Sleep>>,
+        until: Instant,
+        stood: Duration,
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
+        let Some(timer) = timer.as_pin_mut() else { return Poll::Pending };
+        self.kept.context().until().poll_attempt(timer, until, stood, cx)
     }
 
     /// What follows from the end of an attempt: another one, now (`None`) or at that instant, or the error to
@@ -352,7 +375,7 @@ impl<S, Req: Call> Read<S, Req> {
 
         let wait = error.retry_after().unwrap_or(wait);
         let now = Instant::now();
-        let until = now.checked_add(wait).filter(|_| kept.context().deadline().allows(now, wait));
+        let until = now.checked_add(wait).filter(|_| kept.context().until().allows(now, wait));
         let Some(until) = until else {
             return Err(Some("no time for another attempt before the deadline".into()));
         };

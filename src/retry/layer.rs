@@ -134,6 +134,9 @@ impl RetryReadOnlyLayer {
 
     /// How long one attempt may take before it is given up and the next one is due; no bound by default. Zero
     /// is wrong: each call is then refused.
+    ///
+    /// Progress does not extend it ([`Call::idle`](crate::Call::idle)); it stands still while the user is asked
+    /// ([`Call::pause_while_asking`](crate::Call::pause_while_asking)).
     #[must_use]
     pub fn attempt_timeout(mut self, timeout: Duration) -> Self {
         self.options.attempt_timeout = Some(timeout);

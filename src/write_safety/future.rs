@@ -27,9 +27,10 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Outcome, Rule, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
+    deadline::Until,
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -75,7 +76,7 @@ struct WriteCall<S, Req, Res> {
     effect: Effect,
     basis: Basis,
     call: CallId,
-    deadline: Deadline,
+    until: Until,
     events: Events,
     outermost: bool,
     /// The attempt under way.
@@ -169,7 +170,7 @@ where
         effect: Effect,
         basis: Basis,
         call: CallId,
-        deadline: Deadline,
+        until: Until,
         current: Attempted,
         sequence: u64,
         events: Events,
@@ -182,7 +183,7 @@ where
             effect,
             basis,
             call,
-            deadline,
+            until,
             events,
             outermost,
             current,
@@ -284,7 +285,7 @@ where
                         timer.set(Some(sleep_until(until)));
                     }
                     if let Some(sleep) = timer.as_mut().as_pin_mut()
-                        && sleep.poll(cx).is_ready()
+                        && self.until.poll_attempt(sleep, until, self.current.stood, cx).is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
                         // below holds up must not be sent later, when the fence has been found to hold.
@@ -324,7 +325,7 @@ where
                 }
             }
 
-            if !first && self.deadline.instant().is_some() && self.deadline.is_past(Instant::now()) {
+            if !first && self.is_over() {
                 let pending = attempt.is_some();
                 return Poll::Ready(Err(self.out_of_time(pending)));
             }
@@ -343,7 +344,7 @@ where
 
     /// Whether the deadline has passed.
     fn is_over(&self) -> bool {
-        self.deadline.instant().is_some() && self.deadline.is_past(Instant::now())
+        self.until.is_over()
     }
 
     fn attempt_ended(&mut self, result: Result<S::Response, CallError>) -> Next<S::Response> {
@@ -460,7 +461,7 @@ where
     /// Nothing was sent, and the attempt's time was up: another hand-over, which is no replay.
     fn hand_over_again(&mut self, mut error: CallError) -> Next<S::Response> {
         let request = error.take_request::<Req>().or_else(|| self.kept.as_ref().and_then(replica));
-        let in_time = self.deadline.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
+        let in_time = self.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
@@ -485,7 +486,7 @@ where
     /// The peer refused the write before processing it, and the caller trusts that this is so.
     fn replay_trusted(&mut self, mut error: CallError) -> Next<S::Response> {
         let wait = error.retry_after().unwrap_or_default();
-        if !self.deadline.allows(Instant::now(), wait) {
+        if !self.until.allows(Instant::now(), wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
         }
         let Some(request) = self.kept.as_ref().and_then(replica) else {
@@ -537,10 +538,10 @@ where
         self.timed_out = false;
         match replay {
             None => {
-                self.current = match self.deadline.left(Instant::now()) {
+                self.current = match self.until.left(Instant::now()) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
-                    _ => Attempted::prepare(&self.lane.config, &mut request, self.deadline),
+                    _ => Attempted::prepare(&self.lane.config, &mut request, self.until.deadline),
                 };
                 self.sequence = self.lane.hand_over();
             }
@@ -607,7 +608,7 @@ where
             activity: Arc::clone(&self.current.activity),
             since: doubt.since,
             ended_at: doubt.ended_at,
-            deadline: self.deadline,
+            until: self.until.clone(),
             checking: Arc::clone(&doubt.checking),
         };
         doubt.settling = Some(Box::pin(settle(Arc::clone(&self.lane), request, facts)));
@@ -689,7 +690,7 @@ where
         }
         let request = self.kept.as_ref().and_then(replica);
         let why = match &request {
-            Some(_) if self.deadline.allows(Instant::now(), wait) => None,
+            Some(_) if self.until.allows(Instant::now(), wait) => None,
             Some(_) => Some("no time for another attempt before the deadline"),
             None => Some("the request cannot be cloned again"),
         };

@@ -71,6 +71,9 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// How long an attempt may take before it is in doubt. It is not dropped then, but kept and polled: its
     /// late answer ends the doubt. Default: half of the time left where there are a check and a deadline,
     /// else none.
+    ///
+    /// Progress does not extend it ([`Call::idle`](crate::Call::idle)); it stands still while the user is asked
+    /// ([`Call::pause_while_asking`](crate::Call::pause_while_asking)).
     #[must_use]
     pub fn attempt_timeout(self, timeout: Duration) -> Self {
         let wrong = timeout.is_zero().then_some("WriteSafetyLayer: attempt_timeout must not be zero");

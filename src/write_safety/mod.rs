@@ -192,13 +192,13 @@ where
             false => self.events.share(),
         };
         let name = request.name();
-        let deadline = request.context().deadline();
-        let attempt = Attempted::prepare(&self.config, &mut request, deadline);
+        let until = request.context().until().clone();
+        let attempt = Attempted::prepare(&self.config, &mut request, until.deadline);
         let kept = if self.config.may_replay() { replica(&request) } else { None };
         let sequence = lane.hand_over();
         let future = self.inner.call(request);
         ResponseFuture::write(
-            future, lane, kept, name, effect, basis, call, deadline, attempt, sequence, events, outermost,
+            future, lane, kept, name, effect, basis, call, until, attempt, sequence, events, outermost,
         )
     }
 }
@@ -223,6 +223,8 @@ impl<S, Req, Res> Lane<S, Req, Res> {
 /// An attempt's own time and marks. Each hand-over gets its own.
 struct Attempted {
     until: Option<Instant>,
+    /// How long the call had stood still when it began.
+    stood: Duration,
     /// Tells when the last byte was sent, from which quarantines count, and, if the caller goes away, whether
     /// the request was still withdrawn.
     activity: Arc<Activity>,
@@ -248,7 +250,8 @@ impl Attempted {
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
-        Self { until, activity }
+        let stood = if until.is_some() { context.until().stood() } else { Duration::ZERO };
+        Self { until, stood, activity }
     }
 }
 

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal, call::effect_of,
-    connection::BoxFuture, error::safe_text,
+    connection::BoxFuture, deadline::Until, error::safe_text,
 };
 
 /// How long the layer waits at least before it asks a check again.
@@ -40,7 +40,7 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// When the attempt ended, if it has: none of its bytes was sent later.
     pub(super) ended_at: Option<Instant>,
-    pub(super) deadline: Deadline,
+    pub(super) until: Until,
     /// Set while a check runs, which goes by facts that can no longer change.
     pub(super) checking: Arc<AtomicBool>,
 }
@@ -75,7 +75,7 @@ where
         // What such a check finds absent may leave while it looks.
         let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
         let now = Instant::now();
-        let until = check_until(config.check_timeout, facts.deadline, now);
+        let until = check_until(config.check_timeout, facts.until.at(now), now);
         let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
         let Some(mut copy) = crate::call::replica(&request) else {
             return Verdict::Unknown("the request cannot be cloned".into());
@@ -98,7 +98,7 @@ where
         let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
         drop(permit);
         match examine(verdict, facts.call, fence.as_ref(), &log) {
-            Verdict::InFlight { recheck_after } if facts.deadline.allows(Instant::now(), recheck_after) => {
+            Verdict::InFlight { recheck_after } if facts.until.allows(Instant::now(), recheck_after) => {
                 // Others may check meanwhile, and what becomes of the attempt counts again.
                 facts.checking.store(false, Ordering::Relaxed);
                 // Never in a busy loop, whatever the check asks for.
@@ -136,7 +136,7 @@ async fn find_fence(
     quarantine: Option<Duration>,
 ) -> Result<(Fence, Option<Instant>), Cow<'static, str>> {
     let start = Instant::now();
-    let left = facts.deadline.left(start);
+    let left = facts.until.left(start);
     let patience = start.checked_add(left.map_or(REAPING, |left| left / 3 * 2));
     let latest = left.and_then(|left| start.checked_add(left / 10 * 9));
 
