@@ -213,6 +213,24 @@ async fn a_quarantine_is_a_declared_fence_and_gives_one_replay() {
     assert_eq!((lab.events.doubts(), lab.events.calls()), (1, 1));
 }
 
+#[cfg(unix)]
+#[tokio::test(start_paused = true)]
+async fn no_quarantine_holds_while_the_old_process_cannot_be_killed() {
+    // Known before the quarantine is over, and only by the probe's connect, which waits for it.
+    for exit in [SECOND, 8 * SECOND] {
+        for ends_effects in [false, true] {
+            let lab = Lab::new();
+            let closed = exits(exit, false);
+            lab.write(fail(if ends_effects { closed.exit_ends_effects() } else { closed }));
+            let layer = probes(&lab, |doubt| doubt.not_landed()).quarantine(5 * SECOND);
+            let error = stack(&lab, layer).send(write()).await.unwrap_err();
+            assert_eq!(error.outcome(), Outcome::Unknown);
+            assert_eq!(notes(&error), "absent, but the old process is still there, so that no fence holds");
+            assert_eq!(lab.log.timed().iter().filter(|line| line.ends_with("write")).count(), 1);
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_reason_of_the_callers_own_is_a_declared_fence_and_is_named() {
     let lab = Lab::new();

@@ -104,6 +104,11 @@ where
                 // Never in a busy loop, whatever the check asks for.
                 tokio::time::sleep(recheck_after.max(LEAST_RECHECK)).await;
             }
+            Verdict::NotLanded(fence) if !fence.is_because() && is_still_there(facts.closure.as_ref()) => {
+                return Verdict::Unknown(
+                    "absent, but the old process is still there, so that no fence holds".into(),
+                );
+            }
             Verdict::NotLanded(fence) if unsent && fence.basis() == FenceBasis::Declared => {
                 return Verdict::Unknown(
                     "absent, but the request was not sent to its end when the check began, so that no \
@@ -205,6 +210,16 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
         }
     }
     .into()
+}
+
+/// Whether the process that had the attempt is known to have outlived all signals. Whatever was declared of a
+/// server's times was not said of one that cannot be killed.
+fn is_still_there(closure: Option<&Closure>) -> bool {
+    closure.and_then(Closure::exit).is_some_and(|exit| match cfg!(unix) {
+        true => !exit.group_gone,
+        // Elsewhere nothing is known of a group.
+        false => exit.status.is_none(),
+    })
 }
 
 /// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
