@@ -977,6 +977,31 @@ async fn a_list_without_an_end_is_none() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_list_whose_pages_come_slowly_does_not_hold_up_the_connect_for_long() {
+    let mut lab = Lab::trusting();
+    let begun = Instant::now();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    server.older("2025-11-25").await;
+    let endless = tokio::spawn(async move {
+        let mut page = 0;
+        while let Some(asked) = server.read().await {
+            if asked["method"] == "tools/list" {
+                sleep(Duration::from_secs(9)).await;
+                page += 1;
+                let next = format!("{page}");
+                server.answer(&asked, json!({ "tools": [reads("get")], "nextCursor": next })).await;
+            }
+        }
+    });
+    let connection = connecting.await.unwrap().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(45), "{:?}", begun.elapsed());
+    assert_eq!(lab.classify(&tool("get")), None);
+    assert!(connection.closure().is_none());
+    endless.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_watch_over_the_tools_keeps_no_connection_open_and_begins_again_when_the_server_ends_it() {
     let mut lab = Lab::trusting();
     let connecting = lab.connect();
