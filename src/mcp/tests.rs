@@ -1002,6 +1002,28 @@ async fn a_list_whose_pages_come_slowly_does_not_hold_up_the_connect_for_long() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_server_that_did_not_say_that_its_tools_change_is_heard_all_the_same() {
+    let mut lab = Lab::trusting();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    let discover = server.asked("server/discover").await;
+    server.refuse(&discover, -32601, Value::Null).await;
+    let initialize = server.asked("initialize").await;
+    server
+        .answer(&initialize, json!({ "protocolVersion": "2025-11-25", "capabilities": { "tools": {} } }))
+        .await;
+    server.asked("notifications/initialized").await;
+    list_tools(&mut server, vec![vec![reads("get")]]).await;
+    let _connection = connecting.await.unwrap().unwrap();
+    assert_eq!(lab.classify(&tool("get")), READ);
+    server.tools_changed().await;
+    let listing = timeout(Duration::from_secs(5), list_tools(&mut server, vec![vec![]]));
+    listing.await.expect("the tools are listed again");
+    server.is_quiet().await;
+    assert_eq!(lab.classify(&tool("get")), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_watch_over_the_tools_keeps_no_connection_open_and_begins_again_when_the_server_ends_it() {
     let mut lab = Lab::trusting();
     let connecting = lab.connect();
