@@ -670,7 +670,7 @@ impl Handler for Inbox {
             return Response::new(json!({})).map_err(|_| ServerError::new(-32603, "internal error"));
         }
         // Ends with this future, be it that it panics or that the connection is gone.
-        let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask());
+        let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask(request.id.clone()));
         self.settings.handler.clone().request(request).await
     }
 
@@ -678,6 +678,7 @@ impl Handler for Inbox {
         match notification.method() {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
             "notifications/progress" => self.wires.calls.progress(&notification),
+            "notifications/cancelled" => self.wires.calls.taken_back(&notification),
             "notifications/tools/list_changed" => self.wires.tools_changed.notify_one(),
             _ => {}
         }

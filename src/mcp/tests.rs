@@ -1361,6 +1361,39 @@ async fn a_question_ends_with_its_connection() {
     assert_eq!(began.elapsed().as_secs(), 2);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_question_that_the_server_takes_back_holds_up_nothing() {
+    for id in [json!(7), json!("seven")] {
+        let mut lab = Lab::new();
+        lab.settings.handler = Arc::new(Slow);
+        let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
+        let call = within_a_minute(&connection, tool("a").idle(3 * SECOND).pause_while_asking());
+        server.asked("tools/call").await;
+        let question = json!({ "seconds": 1_000_000, "message": "Which one?" });
+        let ask = |id: &Value| json!({ "jsonrpc": "2.0", "id": id, "method": "elicitation/create", "params": question });
+        server.write(ask(&id)).await;
+        server.write(ask(&json!(8))).await;
+        let take_back = |id: &Value| json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": { "requestId": id } });
+        sleep(10 * SECOND).await;
+        for other in [json!(9), json!(null), json!([7]), json!(8), json!(8)] {
+            server.write(take_back(&other)).await;
+        }
+        sleep(10 * SECOND).await;
+        assert!(!call.is_finished());
+        server.write(take_back(&id)).await;
+        let (took, result) = timeout(60 * SECOND, call).await.unwrap().unwrap();
+        assert_eq!((took.as_secs(), result.unwrap_err().outcome()), (23, Outcome::Unknown));
+
+        // In one go, before its handler runs.
+        let call = within_a_minute(&connection, tool("b").within(3 * SECOND).pause_while_asking());
+        while server.read().await.unwrap()["method"] != "tools/call" {}
+        let both = format!("{}\n{}\n", ask(&json!(10)), take_back(&json!(10)));
+        server.0.write_all(both.as_bytes()).await.unwrap();
+        let (took, _) = timeout(60 * SECOND, call).await.unwrap().unwrap();
+        assert_eq!(took.as_secs(), 3);
+    }
+}
+
 /// A user who takes his time to answer: the seconds in the question, or a panic.
 struct Slow;
 
