@@ -216,6 +216,7 @@ impl Session {
 
         if timeout(RESTORE, session.restore(client, level)).await.is_err() {
             session.not_restored("in time", None);
+            session.forget_what_is_not_restored();
         }
         if session.settings.tools.asks_the_server() {
             // First, so that no change is missed in between.
@@ -367,6 +368,15 @@ impl Session {
         let at = restored.iter().position(|(stream, _)| same(&stream.params))?;
         let (stream, call) = restored.swap_remove(at);
         Some((stream.key, call))
+    }
+
+    /// The server leaves streams unanswered: the next connect does not wait for them again. Whoever listened is
+    /// told by the end of the last connection, and asks for them anew.
+    fn forget_what_is_not_restored(&self) {
+        if self.is_modern() {
+            let restored: HashSet<u64> = lock(&self.restored).iter().map(|(stream, _)| stream.key).collect();
+            self.memory.lock().streams.retain(|stream| restored.contains(&stream.key));
+        }
     }
 
     /// Nobody came back for these streams.

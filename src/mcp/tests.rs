@@ -750,6 +750,35 @@ async fn a_stream_whose_caller_does_not_come_back_is_cancelled() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn streams_that_are_not_restored_in_time_hold_up_one_connect_only() {
+    let mut lab = Lab::new();
+    let (connection, mut server) = lab.pair(ProtocolVersion::V2026_07_28).await;
+    let listening: Vec<_> = (0..2).map(|_| tokio::spawn(connection.request(listen()))).collect();
+    for _ in 0..2 {
+        let asked = server.asked("subscriptions/listen").await;
+        server.acknowledge(&asked).await;
+    }
+    sleep(Duration::from_secs(1)).await;
+    drop(server);
+    for stream in listening {
+        assert!(stream.await.unwrap().unwrap_err().closure().is_some());
+    }
+
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    server.modern().await;
+    server.asked("subscriptions/listen").await;
+    connecting.await.unwrap().unwrap();
+
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    server.modern().await;
+    let began = Instant::now();
+    connecting.await.unwrap().unwrap();
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_stream_that_its_caller_drops_is_cancelled_and_not_restored() {
     let mut lab = Lab::new();
     let (connection, mut server) = lab.pair(ProtocolVersion::V2026_07_28).await;
