@@ -5,7 +5,6 @@ use std::{collections::HashMap, time::Duration};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::rules::strength;
 use crate::{
     Call, CallError, Effect,
     jsonrpc::{Client, Request, Response},
@@ -18,10 +17,10 @@ const MAX_TOOLS: usize = 65_536;
 /// How long the answer to one page may take.
 const PAGE: Duration = Duration::from_secs(10);
 
-/// The effects of tools, as their annotations say. A tool without any is not in it.
+/// The effects of tools, as their annotations say; `None` for a tool without any.
 #[derive(Debug, Default)]
 pub(super) struct Catalog {
-    effects: HashMap<Box<str>, Effect>,
+    effects: HashMap<Box<str>, Option<Effect>>,
 }
 
 /// Why the list of tools could not be read.
@@ -35,7 +34,7 @@ pub(super) enum CatalogError {
 
 impl Catalog {
     pub(super) fn get(&self, tool: &str) -> Option<Effect> {
-        self.effects.get(tool).copied()
+        self.effects.get(tool).copied().flatten()
     }
 
     /// Lists the tools, page by page. `dress` adds what every request of the session carries.
@@ -73,14 +72,14 @@ impl Catalog {
     fn add(&mut self, page: &Response) -> Result<Option<String>, CatalogError> {
         let page: Page = page.parse().map_err(|_| CatalogError::Odd("the list of tools is malformed"))?;
         for Tool { name, annotations } in page.tools {
-            let Some(effect) = annotations.as_ref().and_then(effect_of) else { continue };
+            let effect = annotations.as_ref().and_then(effect_of);
             if self.effects.len() >= MAX_TOOLS {
                 return Err(CatalogError::Odd("the server has too many tools"));
             }
-            // Of two entries nobody knows which one is called.
             let known = self.effects.entry(name.into_boxed_str()).or_insert(effect);
-            if strength(effect) > strength(*known) {
-                *known = effect;
+            // Of two entries nobody knows which one is called.
+            if *known != effect {
+                *known = Some(Effect::Write);
             }
         }
         Ok(page.next_cursor)
@@ -153,12 +152,32 @@ mod tests {
     }
 
     #[test]
-    fn of_two_tools_of_one_name_the_stronger_counts() {
-        let mut catalog = Catalog::default();
-        let tool = |read_only| json!({ "name": "x", "annotations": { "readOnlyHint": read_only } });
-        let page = Response::new(json!({ "tools": [tool(true), tool(false), tool(true)] })).unwrap();
-        assert_eq!(catalog.add(&page).unwrap(), None);
-        assert_eq!(catalog.get("x"), Some(Effect::Write));
-        assert!(catalog.add(&Response::new(json!({ "tools": 1 })).unwrap()).is_err());
+    fn two_entries_of_one_name_that_differ_make_a_write() {
+        let (reads, sets, writes) = (
+            json!({ "readOnlyHint": true }),
+            json!({ "idempotentHint": true }),
+            json!({ "readOnlyHint": false }),
+        );
+        for (first, second, effect) in [
+            (&reads, &reads, Some(Effect::ReadOnly)),
+            (&reads, &writes, Some(Effect::Write)),
+            (&reads, &sets, Some(Effect::Write)),
+            (&reads, &Value::Null, Some(Effect::Write)),
+            (&sets, &json!({}), Some(Effect::Write)),
+            (&Value::Null, &json!({}), None),
+        ] {
+            for [one, other] in [[first, second], [second, first]] {
+                let mut catalog = Catalog::default();
+                let tool = |hints: &Value| json!({ "name": "x", "annotations": hints });
+                // On one page, or on two.
+                let page = Response::new(json!({ "tools": [tool(one), tool(other)] })).unwrap();
+                assert_eq!(catalog.add(&page).unwrap(), None);
+                assert_eq!(catalog.get("x"), effect, "{one} {other}");
+                let page = Response::new(json!({ "tools": [tool(one)] })).unwrap();
+                catalog.add(&page).unwrap();
+                assert_eq!(catalog.get("x"), effect, "{one} {other} {one}");
+            }
+        }
+        assert!(Catalog::default().add(&Response::new(json!({ "tools": 1 })).unwrap()).is_err());
     }
 }
