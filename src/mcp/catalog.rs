@@ -3,7 +3,8 @@
 use std::{collections::HashMap, time::Duration};
 
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Value, json, value::RawValue};
+use tokio::time::{Instant, timeout};
 
 use crate::{
     Call, CallError, Effect,
@@ -14,10 +15,14 @@ use crate::{
 const MAX_PAGES: usize = 1_000;
 /// How many tools are kept.
 const MAX_TOOLS: usize = 65_536;
+/// How long a name may be: whoever has a longer one is not in the list, which makes it a write.
+const MAX_NAME: usize = 1_024;
 /// How long the answer to one page may take.
 const PAGE: Duration = Duration::from_secs(10);
+/// How long all pages together may take, since a connect waits for them.
+const LIST: Duration = Duration::from_secs(20);
 
-/// The effects of tools, as their annotations say; `None` for a tool without any.
+/// The effects of tools, as their annotations say; `None` of a tool without any.
 #[derive(Debug, Default)]
 pub(super) struct Catalog {
     effects: HashMap<Box<str>, Option<Effect>>,
@@ -32,6 +37,16 @@ pub(super) enum CatalogError {
     Odd(&'static str),
 }
 
+impl CatalogError {
+    /// The server's, if it answered with an error.
+    pub(super) fn code(&self) -> Option<i64> {
+        match self {
+            Self::Call(error) => error.answer().map(|answer| answer.code),
+            Self::Odd(_) => None,
+        }
+    }
+}
+
 impl Catalog {
     pub(super) fn get(&self, tool: &str) -> Option<Effect> {
         self.effects.get(tool).copied().flatten()
@@ -44,15 +59,20 @@ impl Catalog {
     ) -> Result<Self, CatalogError> {
         let mut catalog = Self::default();
         let mut cursor: Option<String> = None;
+        let end = Instant::now() + LIST;
         for _ in 0..MAX_PAGES {
             let params = match &cursor {
                 Some(cursor) => json!({ "cursor": cursor }),
                 None => json!({}),
             };
+            let limit = end.saturating_duration_since(Instant::now()).min(PAGE);
+            if limit.is_zero() {
+                return Err(CatalogError::Odd("the list of tools does not end in time"));
+            }
             let request = Request::new("tools/list", params).map_err(CallError::not_sent)?;
-            let mut call = client.request(dress(request.read_only().within(PAGE)));
+            let mut call = client.request(dress(request.read_only().within(limit)));
             // The timeout owns the timer; the deadline lets the call tell what it knows.
-            let page = match tokio::time::timeout(PAGE, &mut call).await {
+            let page = match timeout(limit, &mut call).await {
                 Ok(page) => page?,
                 Err(_) => call.await?,
             };
@@ -70,12 +90,16 @@ impl Catalog {
 
     /// Adds a page; the cursor of the next one.
     fn add(&mut self, page: &Response) -> Result<Option<String>, CatalogError> {
-        let page: Page = page.parse().map_err(|_| CatalogError::Odd("the list of tools is malformed"))?;
+        let page: Page<'_> = serde_json::from_str(page.raw().get())
+            .map_err(|_| CatalogError::Odd("the list of tools is malformed"))?;
         for Tool { name, annotations } in page.tools {
-            let effect = annotations.as_ref().and_then(effect_of);
+            if name.len() > MAX_NAME {
+                continue;
+            }
             if self.effects.len() >= MAX_TOOLS {
                 return Err(CatalogError::Odd("the server has too many tools"));
             }
+            let effect = annotations.and_then(effect_of);
             let known = self.effects.entry(name.into_boxed_str()).or_insert(effect);
             // Of two entries nobody knows which one is called.
             if *known != effect {
@@ -88,30 +112,41 @@ impl Catalog {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Page {
-    tools: Vec<Tool>,
+struct Page<'a> {
+    #[serde(borrow)]
+    tools: Vec<Tool<'a>>,
     #[serde(default)]
     next_cursor: Option<String>,
 }
 
 #[derive(Deserialize)]
-struct Tool {
+struct Tool<'a> {
     name: String,
-    #[serde(default)]
-    annotations: Option<Value>,
+    #[serde(default, borrow)]
+    annotations: Option<&'a RawValue>,
+}
+
+/// A hint that is there twice is an error.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Hints {
+    read_only_hint: Option<Value>,
+    destructive_hint: Option<Value>,
+    idempotent_hint: Option<Value>,
 }
 
 /// What the hints make of a tool; `None` where there is no hint about it. `destructiveHint` and
 /// `idempotentHint` mean something only for tools that are not read-only, so that `idempotentHint: false`
 /// contradicts nothing.
-fn effect_of(annotations: &Value) -> Option<Effect> {
-    let hint = |key| match annotations.get(key) {
+fn effect_of(annotations: &RawValue) -> Option<Effect> {
+    let Ok(hints) = serde_json::from_str::<Hints>(annotations.get()) else { return Some(Effect::Write) };
+    let hint = |hint| match hint {
         None | Some(Value::Null) => Ok(None),
-        Some(Value::Bool(hint)) => Ok(Some(*hint)),
+        Some(Value::Bool(hint)) => Ok(Some(hint)),
         Some(_) => Err(()),
     };
     let (Ok(read_only), Ok(destructive), Ok(idempotent)) =
-        (hint("readOnlyHint"), hint("destructiveHint"), hint("idempotentHint"))
+        (hint(hints.read_only_hint), hint(hints.destructive_hint), hint(hints.idempotent_hint))
     else {
         return Some(Effect::Write);
     };
@@ -147,7 +182,8 @@ mod tests {
             (json!({ "idempotentHint": false }), Some(Effect::Write)),
             (json!({ "destructiveHint": false }), Some(Effect::Write)),
         ] {
-            assert_eq!(effect_of(&hints), effect, "{hints}");
+            let raw = serde_json::value::to_raw_value(&hints).unwrap();
+            assert_eq!(effect_of(&raw), effect, "{hints}");
         }
     }
 
@@ -179,5 +215,35 @@ mod tests {
             }
         }
         assert!(Catalog::default().add(&Response::new(json!({ "tools": 1 })).unwrap()).is_err());
+    }
+
+    #[test]
+    fn a_second_entry_without_hints_and_a_hint_that_is_said_twice_make_no_read() {
+        let reads = r#"{"name":"x","annotations":{"readOnlyHint":true}}"#;
+        let bare = r#"{"name":"x"}"#;
+        let page = |tools: &str| {
+            let json = serde_json::value::RawValue::from_string(format!(r#"{{"tools":[{tools}]}}"#)).unwrap();
+            let mut catalog = Catalog::default();
+            catalog.add(&Response::new(json).unwrap()).unwrap();
+            catalog.get("x")
+        };
+        assert_eq!(page(reads), Some(Effect::ReadOnly));
+        assert_eq!(page(bare), None);
+        assert_eq!(page(&format!("{reads},{bare}")), Some(Effect::Write));
+        assert_eq!(page(&format!("{bare},{reads}")), Some(Effect::Write));
+        let twice = r#"{"name":"x","annotations":{"readOnlyHint":false,"readOnlyHint":true}}"#;
+        assert_eq!(page(twice), Some(Effect::Write));
+        let twice = r#"{"name":"x","annotations":{"readOnlyHint":false,"read\u004fnlyHint":true}}"#;
+        assert_eq!(page(twice), Some(Effect::Write));
+    }
+
+    #[test]
+    fn the_names_that_are_kept_are_bounded() {
+        let mut catalog = Catalog::default();
+        let name = "x".repeat(1 << 20);
+        let tool = json!({ "name": name, "annotations": { "readOnlyHint": true } });
+        catalog.add(&Response::new(json!({ "tools": [tool] })).unwrap()).unwrap();
+        assert_eq!(catalog.get(&name), None);
+        assert!(catalog.effects.is_empty());
     }
 }

@@ -182,7 +182,8 @@ impl<By> Reading<By> {
     /// It landed if the value at `found`, in what was read, is that at `written`, in the write. Of several it
     /// landed if all are.
     ///
-    /// Values are compared as JSON: `1` is not `1.0`, and a text is compared to its last character.
+    /// Values are compared as JSON, and a text to its last character. The write's value in another form (`1.0` or
+    /// `"1"` for `1`, an object with other members) is unknown, and so is a number too large to be compared.
     ///
     /// Another value is neither proof nor absence: somebody else may have changed it since. See
     /// [`absent_if_different`](ReadBack::absent_if_different).
@@ -413,7 +414,6 @@ impl ReadBack {
         if result.get("resultType").is_some_and(|kind| *kind != "complete") {
             return Found::odd(format!("{source} gave no complete result"));
         }
-        let more = result.get("nextCursor").is_some_and(|cursor| !cursor.is_null());
         let text = text_of(&result);
         let seen = match self.view {
             View::Result => result.clone(),
@@ -426,8 +426,12 @@ impl ReadBack {
                 },
             },
         };
+        let more = result.get("nextCursor").is_some_and(|cursor| !cursor.is_null())
+            || result.get("structuredContent").is_some_and(has_more)
+            || has_more(&seen);
         for pointer in &self.absence.empty {
             match seen.pointer(pointer) {
+                Some(value) if is_empty(value) && more => return Found::odd(self.incomplete()),
                 Some(value) if is_empty(value) => return Found { state: State::Absent, seen },
                 Some(_) => {}
                 None => return Found::odd(format!("{source} gave nothing at `{pointer}`")),
@@ -453,22 +457,27 @@ impl ReadBack {
     }
 
     fn compare(&self, arguments: &Value, seen: &Value) -> State {
+        let mut state = State::Landed;
         for (found, written) in &self.same {
             let wanted = match value_of(arguments, written) {
                 Ok(wanted) => wanted,
                 Err(odd) => return State::Odd(odd),
             };
-            match seen.pointer(found) {
-                None => return State::Odd(format!("{} gave nothing at `{found}`", self.source).into()),
-                Some(value) if value == wanted => {}
-                Some(_) if self.absence.different => return State::Absent,
-                Some(_) => {
+            let Some(value) = seen.pointer(found) else {
+                return State::Odd(format!("{} gave nothing at `{found}`", self.source).into());
+            };
+            match likeness(value, wanted) {
+                Likeness::Same => {}
+                Likeness::AnotherForm => return self.another_form(found),
+                // The rest may still say nothing.
+                Likeness::Other if self.absence.different => state = State::Absent,
+                Likeness::Other => {
                     let why = format!("{} gave another value than the write's at `{found}`", self.source);
                     return State::Odd(why.into());
                 }
             }
         }
-        State::Landed
+        state
     }
 
     fn look_in_list(
@@ -493,14 +502,16 @@ impl ReadBack {
             (true, _) => return State::Odd(format!("the write has no list of values at `{written}`").into()),
         };
         // An element of another shape may be the one looked for, in a form that is not known here.
-        let mut odd = false;
+        let (mut odd, mut in_another_form) = (false, false);
         let mut there = |wanted: &Value| {
-            elements.iter().any(|one| match one.pointer(element) {
-                Some(value) => value == wanted,
-                None => {
+            elements.iter().any(|one| {
+                let Some(value) = one.pointer(element) else {
                     odd = true;
-                    false
-                }
+                    return false;
+                };
+                let likeness = likeness(value, wanted);
+                in_another_form |= likeness == Likeness::AnotherForm;
+                likeness == Likeness::Same
             })
         };
         let states: Vec<_> =
@@ -508,6 +519,7 @@ impl ReadBack {
         match State::all(states) {
             State::Landed => State::Landed,
             _ if odd => State::Odd(format!("{} gave elements without `{element}`", self.source).into()),
+            _ if in_another_form => self.another_form(element),
             state => self.if_complete(state, elements.len(), more),
         }
     }
@@ -535,9 +547,19 @@ impl ReadBack {
     /// That state, unless there may be more elements than were seen.
     fn if_complete(&self, state: State, elements: usize, more: bool) -> State {
         if more || self.limit.is_some_and(|limit| elements >= limit) {
-            return State::Odd(format!("not in what {} gave, which is not all there is", self.source).into());
+            return State::Odd(self.incomplete().into());
         }
         state
+    }
+
+    fn incomplete(&self) -> String {
+        format!("not in what {} gave, which is not all there is", self.source)
+    }
+
+    fn another_form(&self, pointer: &str) -> State {
+        State::Odd(
+            format!("{} gave a value in another form than the write's at `{pointer}`", self.source).into(),
+        )
     }
 
     fn verdict(
@@ -764,6 +786,56 @@ fn plain(value: &Value) -> String {
         Value::String(text) => text.clone(),
         value => value.to_string(),
     }
+}
+
+/// How what was read is like what was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Likeness {
+    Same,
+    /// It may be the same, written in a way that is not known here.
+    AnotherForm,
+    Other,
+}
+
+fn likeness(found: &Value, wanted: &Value) -> Likeness {
+    /// From here on not every whole number is a number of floating point.
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    let least = Likeness::Same;
+    match (found, wanted) {
+        (Value::Number(one), Value::Number(other)) => {
+            let floats = one.is_f64() || other.is_f64();
+            let (Some(a), Some(b)) = (one.as_f64(), other.as_f64()) else { return Likeness::AnotherForm };
+            match one == other {
+                true if floats && a.abs() >= EXACT => Likeness::AnotherForm,
+                true => Likeness::Same,
+                // Such numbers lose their last digits when they are written and read.
+                false if floats && (a - b).abs() <= a.abs() * 1e-14 => Likeness::AnotherForm,
+                false => Likeness::Other,
+            }
+        }
+        (Value::Array(one), Value::Array(other)) if one.len() == other.len() => {
+            one.iter().zip(other).map(|(one, other)| likeness(one, other)).fold(least, Likeness::max)
+        }
+        (Value::Object(one), Value::Object(other)) => {
+            let all = other.iter().map(|(key, wanted)| match one.get(key) {
+                Some(found) => likeness(found, wanted),
+                None => Likeness::AnotherForm,
+            });
+            let least = if one.len() > other.len() { Likeness::AnotherForm } else { least };
+            all.fold(least, Likeness::max)
+        }
+        _ if found == wanted => Likeness::Same,
+        // Where there is nothing there is nothing.
+        (Value::Null, _) | (_, Value::Null) => Likeness::Other,
+        _ if std::mem::discriminant(found) == std::mem::discriminant(wanted) => Likeness::Other,
+        _ => Likeness::AnotherForm,
+    }
+}
+
+/// Whether a tool says in its own result that there is more.
+fn has_more(result: &Value) -> bool {
+    let next = result.get("nextCursor");
+    next.is_some_and(|cursor| !matches!(cursor, Value::Null | Value::Bool(false)) && cursor != "")
 }
 
 fn is_empty(value: &Value) -> bool {
@@ -1148,6 +1220,80 @@ mod tests {
         }
         settle(check.clone(), write.clone(), structured(json!({}))).await.is_unknown("nothing at");
         settle(check, write, structured(json!({ "item": 0 }))).await.is_unknown("nothing at");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_value_in_another_form_is_not_another_value() {
+        let (check, _) = add();
+        let write = |token: Value| tool("add", json!({ "items": [{ "of": "x", "token": token }] }));
+        let listed = |token: &str| {
+            let items = format!(r#"{{"items":[{{"token":"other"}},{{"token":{token}}}]}}"#);
+            structured(serde_json::from_str(&items).unwrap())
+        };
+        for (written, found) in [
+            (json!(1), "1.0"),
+            (json!(1.0), "1"),
+            (json!(7), r#""7""#),
+            (json!("7"), "7"),
+            (json!("t-1"), r#"{"value":"t-1"}"#),
+            (json!("t-1"), r#"["t-1"]"#),
+            // Read as a number of floating point, these are the same.
+            (serde_json::from_str("123456789012345678901").unwrap(), "123456789012345678902"),
+            (json!(9_007_199_254_740_993_u64), "9007199254740993.0"),
+            (json!(0.3), "0.30000000000000004"),
+        ] {
+            let settled = settle(check.clone(), write(written.clone()), listed(found)).await;
+            settled.is_unknown("in another form");
+            let same = read_back("set").by_tool("find").same("/structuredContent/n", "/n");
+            let found = serde_json::from_str(&format!(r#"{{"n":{found}}}"#)).unwrap();
+            let settled =
+                settle(same.absent_if_different(), tool("set", json!({ "n": written })), structured(found));
+            settled.await.is_unknown("in another form");
+        }
+        // Where there is none, there is none; and another value of the same form is another.
+        for (written, found) in [(json!("t-1"), "null"), (json!("t-1"), r#""t-2""#), (json!(1), "2")] {
+            let listed =
+                structured(json!({ "items": [{ "token": serde_json::from_str::<Value>(found).unwrap() }] }));
+            settle(check.clone(), write(written), listed).await.is_replayed();
+        }
+        settle(check, write(json!(1)), structured(json!({ "items": [{ "token": 1 }] }))).await.is_landed();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_empty_page_of_several_is_not_absence() {
+        let (check, write) = add();
+        let check = check.absent_if_empty("/structuredContent/items");
+        let page = |outside: Value, inside: Value| {
+            Ok(json!({
+                "content": [], "nextCursor": outside,
+                "structuredContent": { "items": [], "nextCursor": inside },
+            }))
+        };
+        settle(check.clone(), write.clone(), page(json!(null), json!(null))).await.is_replayed();
+        settle(check.clone(), write.clone(), page(json!("2"), json!(null)))
+            .await
+            .is_unknown("not all there is");
+        settle(check, write, page(json!(null), json!("2"))).await.is_unknown("not all there is");
+        let check = read_back("note").by_tool("find").json().some("/all", "", "/token");
+        let write = tool("note", json!({ "token": "t" }));
+        settle(check.clone(), write.clone(), text(r#"{"all":[],"nextCursor":"2"}"#))
+            .await
+            .is_unknown("not all");
+        settle(check, write, text(r#"{"all":[],"nextCursor":null}"#)).await.is_replayed();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_different_value_is_not_absence_where_another_is_missing() {
+        let check = read_back("set")
+            .by_tool("find")
+            .same("/structuredContent/a", "/a")
+            .same("/structuredContent/b", "/b")
+            .absent_if_different();
+        let write = tool("set", json!({ "a": 1, "b": 2 }));
+        for found in [json!({ "a": 3 }), json!({ "b": 3 })] {
+            settle(check.clone(), write.clone(), structured(found)).await.is_unknown("nothing at");
+        }
+        settle(check, write, structured(json!({ "a": 3, "b": 2 }))).await.is_replayed();
     }
 
     #[tokio::test(start_paused = true)]

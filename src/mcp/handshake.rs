@@ -9,7 +9,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::{Era, ProtocolVersion, envelope::Envelope, settings::Settings};
 use crate::{
@@ -202,17 +202,36 @@ impl Beginning<'_> {
     /// both requests are in its pipe, and what it says to the later one counts.
     async fn probe_unanswered(&self, mut probe: Pin<&mut ResponseFuture>) -> Result<Agreed, Failure> {
         let mut early = None;
+        let mut patience = None;
         let initialized = {
             let mut initialize = pin!(self.initialize(self.settings.offer));
-            poll_fn(|cx| {
+            let both = poll_fn(|cx| {
                 if early.is_none()
                     && let Poll::Ready(answer) = probe.as_mut().poll(cx)
                 {
+                    patience = answer.is_ok().then(|| Box::pin(sleep(self.settings.probe)));
                     early = Some(answer);
                 }
-                initialize.as_mut().poll(cx)
-            })
-            .await
+                if let Poll::Ready(initialized) = initialize.as_mut().poll(cx) {
+                    return Poll::Ready(Some(initialized));
+                }
+                match patience.as_mut().map(|patience| patience.as_mut().poll(cx)) {
+                    Some(Poll::Ready(())) => Poll::Ready(None),
+                    _ => Poll::Pending,
+                }
+            });
+            match both.await {
+                Some(initialized) => initialized,
+                // A server of the newer era that ignores what it does not know has said what there is to say.
+                None => {
+                    if let Some(answer) = early.take()
+                        && let Found::Modern(agreed) = self.found(answer).await
+                    {
+                        return Ok(agreed);
+                    }
+                    initialize.await
+                }
+            }
         };
         let error = match initialized {
             Ok(agreed) => return Ok(agreed),

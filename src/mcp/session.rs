@@ -410,7 +410,10 @@ impl Session {
         let catalog = match Catalog::read(client, |request| self.dress(request).0).await {
             Ok(catalog) => catalog,
             Err(error) => {
-                tracing::warn!(target: "goaround", %error, "the tools cannot be listed: no annotation is trusted");
+                // Without the server's own words.
+                let code = error.code();
+                let why = code.is_none().then(|| error.to_string());
+                tracing::warn!(target: "goaround", code, why, "the tools cannot be listed: no annotation is trusted");
                 Catalog::default()
             }
         };

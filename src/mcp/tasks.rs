@@ -67,6 +67,7 @@ use serde_json::{Value, json, value::RawValue};
 use tokio::time::{Instant, sleep};
 use tower::Service;
 
+use super::rules::strength;
 use crate::{
     Basis, BoxError, Call, CallContext, CallError, CallId, Cause, Deadline, Delivery, Effect, Evidence,
     ServerError, Stack,
@@ -392,12 +393,16 @@ pub fn start(
     mut request: Request,
 ) -> impl Future<Output = Result<Started, CallError>> + Send {
     let call = request.context_mut().assign_id();
-    let (effect, basis) = stack.judge(&request);
     async move {
+        // What is known of the tool may change while the call waits to be sent: the stronger word counts.
+        let asked = request.clone();
+        let before = stack.judge(&asked);
         let response = stack.send(request).await?;
         Ok(match Created::of(&response) {
             None => Started::Answered(response),
             Some((id, seen)) => {
+                let after = stack.judge(&asked);
+                let (effect, basis) = if strength(after.0) > strength(before.0) { after } else { before };
                 let mut task = Task { id, status: Status::Working, interval: None, effect, basis, call };
                 task.see(&seen);
                 Started::Task(task)

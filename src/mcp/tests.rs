@@ -368,6 +368,19 @@ async fn of_a_slow_server_that_takes_both_the_later_word_counts() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_newer_server_that_is_slow_to_start_and_ignores_initialize_is_understood() {
+    let mut lab = Lab::new();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    let discover = server.asked("server/discover").await;
+    server.asked("initialize").await;
+    server.answer(&discover, discovered()).await;
+    let connected = timeout(Duration::from_secs(30), connecting).await;
+    let connection = connected.expect("it has said which era it is of").unwrap().unwrap();
+    assert_eq!(connection.version(), ProtocolVersion::V2026_07_28);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_server_that_ends_at_server_discover_gets_a_fresh_process_and_the_handshake_once() {
     for silent in [true, false] {
         let mut lab = Lab::new();
@@ -961,6 +974,31 @@ async fn a_list_without_an_end_is_none() {
     }
     connecting.await.unwrap().unwrap();
     assert_eq!(lab.classify(&tool("get")), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_whose_pages_come_slowly_does_not_hold_up_the_connect_for_long() {
+    let mut lab = Lab::trusting();
+    let begun = Instant::now();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    server.older("2025-11-25").await;
+    let endless = tokio::spawn(async move {
+        let mut page = 0;
+        while let Some(asked) = server.read().await {
+            if asked["method"] == "tools/list" {
+                sleep(Duration::from_secs(9)).await;
+                page += 1;
+                let next = format!("{page}");
+                server.answer(&asked, json!({ "tools": [reads("get")], "nextCursor": next })).await;
+            }
+        }
+    });
+    let connection = connecting.await.unwrap().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(45), "{:?}", begun.elapsed());
+    assert_eq!(lab.classify(&tool("get")), None);
+    assert!(connection.closure().is_none());
+    endless.abort();
 }
 
 #[tokio::test(start_paused = true)]

@@ -616,3 +616,35 @@ fn the_wish_for_a_task_leaves_the_rest_of_the_call_as_it_is() {
     assert_eq!(bare.params::<Value>().unwrap(), json!({ "task": { "ttl": 0 } }));
     assert!(tasks::asked(Request::new("tools/call", [1]).unwrap(), Duration::ZERO).is_err());
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_task_is_taken_for_what_its_call_was_when_it_was_sent() {
+    let mut lab = Lab::new();
+    let effect = Arc::new(Mutex::new(Effect::ReadOnly));
+    let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+    let connector = service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
+    let now = effect.clone();
+    let stack = Stack::builder(BoxCloneService::new(connector))
+        .deadline(MINUTE)
+        .classify(move |request: &Request| (request.method() == "tools/call").then(|| *now.lock().unwrap()))
+        .build()
+        .unwrap();
+    let stack: Arc<Bare> = Arc::new(stack);
+    // The server's word about the tool changes before the call is sent.
+    let mut starting = Box::pin({
+        let stack = stack.clone();
+        async move {
+            let start = tasks::start(&*stack, call());
+            *effect.lock().unwrap() = Effect::Write;
+            start.await
+        }
+    });
+    let answering = async {
+        let mut server = next(&mut lab, V2025_11_25).await;
+        server.makes_a_task(V2025_11_25, json!(2000)).await;
+        server
+    };
+    let (started, _server) = tokio::join!(&mut starting, answering);
+    let Ok(Started::Task(task)) = started else { panic!("{started:?}") };
+    assert_eq!(task.effect(), Effect::Write);
+}
