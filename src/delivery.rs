@@ -134,7 +134,8 @@ pub enum Refusal {
     /// first page.
     CursorOfAnotherSession,
     /// The call was taken for harmless by a trusted annotation of the server, and on this connection the
-    /// server says otherwise. Nothing was sent; a new call is judged anew.
+    /// server says otherwise. This attempt was not sent; if an earlier one was, the outcome is
+    /// [`Unknown`](crate::Outcome::Unknown). A new call is judged anew.
     EffectChanged,
 }
 

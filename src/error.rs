@@ -207,7 +207,7 @@ impl CallError {
         if self.delivery() == Delivery::Answered {
             return Outcome::Answered;
         }
-        match (self.is_in_doubt(), self.effect().is_write()) {
+        match (self.is_in_doubt(), self.may_be_a_write()) {
             (false, _) => Outcome::NotDone,
             (true, false) => Outcome::NoAnswer,
             (true, true) => Outcome::Unknown,
@@ -218,7 +218,7 @@ impl CallError {
     /// own error if an earlier attempt may be the reason for it ("already exists"), even one that a declared
     /// fence had settled, and of an answer that was too large to be read.
     pub fn may_have_landed(&self) -> bool {
-        self.effect().is_write()
+        self.may_be_a_write()
             && match self.outcome() {
                 Outcome::Unknown | Outcome::DoneResultLost => true,
                 Outcome::Answered => {
@@ -226,6 +226,11 @@ impl CallError {
                 }
                 Outcome::NotDone | Outcome::NoAnswer => false,
             }
+    }
+
+    /// Whether the call is a write, or was taken for a read by a word that the server has taken back.
+    fn may_be_a_write(&self) -> bool {
+        self.effect().is_write() || matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
     }
 
     /// Whether the server answered and nobody knows what.

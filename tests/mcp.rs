@@ -442,9 +442,12 @@ async fn a_replay_whose_trusted_effect_no_longer_holds_is_refused() {
     stack.send(list()).await.unwrap();
     let error = stack.send(tool("get")).await.unwrap_err();
     assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error}");
+    // The first attempt was sent as a read, and the server says now that it is none.
+    assert_eq!((error.outcome(), error.is_safe_to_repeat()), (Outcome::Unknown, false), "{error}");
+    assert!(error.may_have_landed());
     let seen = seen.lock().unwrap().clone();
     let reported =
-        ("tools/call".to_owned(), Effect::ReadOnly, Basis::TrustedAnnotation, Some(Outcome::NoAnswer));
+        ("tools/call".to_owned(), Effect::ReadOnly, Basis::TrustedAnnotation, Some(Outcome::Unknown));
     assert_eq!(seen, [reported]);
     // A new call is judged anew: it is a write now.
     stack.send(tool("get")).await.unwrap();

@@ -488,7 +488,7 @@ impl Driver {
         if self.asked.len() >= MAX_ASKED {
             return self.respond(id, &Err(internal("too many requests at once")));
         }
-        let request = ServerRequest::new(method, params.map(RawValue::to_owned));
+        let request = ServerRequest::new(method, params.map(RawValue::to_owned), id);
         let task = self.answering.spawn(handler.clone().request(request));
         self.asked.insert(task.id(), id.into());
     }

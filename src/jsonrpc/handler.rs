@@ -74,6 +74,8 @@ pub(super) fn internal(what: &str) -> ServerError {
 pub struct ServerRequest {
     method: String,
     params: Option<Box<RawValue>>,
+    /// Its id, as it stood on the wire.
+    pub(crate) id: Box<str>,
 }
 
 /// A notification from the peer: it expects no answer.
@@ -83,10 +85,10 @@ pub struct Notification {
 }
 
 macro_rules! incoming {
-    ($name:ident) => {
+    ($name:ident $(, $id:ident)?) => {
         impl $name {
-            pub(super) fn new(method: String, params: Option<Box<RawValue>>) -> Self {
-                Self { method, params }
+            pub(super) fn new(method: String, params: Option<Box<RawValue>>, $($id: &str)?) -> Self {
+                Self { method, params, $($id: $id.into())? }
             }
 
             /// The method.
@@ -118,5 +120,5 @@ macro_rules! incoming {
     };
 }
 
-incoming!(ServerRequest);
+incoming!(ServerRequest, id);
 incoming!(Notification);

@@ -45,7 +45,8 @@ use crate::{
 /// - a call with an [idle limit](Call::idle) gets a `progressToken` of its own, unless the caller gave it one, and
 ///   `notifications/progress` with exactly that token extend the limit. The handler gets them too.
 /// - while the handler answers an `elicitation/create`, the calls on this connection that asked for it
-///   ([`Call::pause_while_asking`]) stand still: nobody can say for which of them the server asks. On 2026-07-28 a
+///   ([`Call::pause_while_asking`]) stand still: nobody can say for which of them the server asks. A question that
+///   the server takes back (`notifications/cancelled`) holds up nothing. On 2026-07-28 a
 ///   server asks by its answer, which ends the call.
 /// - a page of a list by a cursor that another session handed out is refused
 ///   ([`Refusal::CursorOfAnotherSession`]), since cursors must not be kept across sessions. The first session

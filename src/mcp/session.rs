@@ -219,8 +219,8 @@ impl Session {
         }
         if session.settings.tools.asks_the_server() {
             // First, so that no change is missed in between.
-            let follows = capabilities.pointer("/tools/listChanged") == Some(&json!(true));
-            session.follow_tools(client, follows);
+            let says_so = capabilities.pointer("/tools/listChanged") == Some(&json!(true));
+            session.follow_tools(client, says_so);
             session.list_tools(client).await;
         }
         session.forget_orphans_later();
@@ -426,9 +426,10 @@ impl Session {
         }
     }
 
-    /// Lists the tools again whenever the server says that they have changed.
+    /// Lists the tools again whenever the server says that they have changed, whether or not it `says_so`
+    /// beforehand. Only in the newer era it has to be asked for that.
     fn follow_tools(self: &Arc<Self>, client: &Client, says_so: bool) {
-        if !says_so {
+        if self.is_modern() && !says_so {
             return;
         }
         if self.is_modern() {
@@ -669,7 +670,7 @@ impl Handler for Inbox {
             return Response::new(json!({})).map_err(|_| ServerError::new(-32603, "internal error"));
         }
         // Ends with this future, be it that it panics or that the connection is gone.
-        let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask());
+        let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask(request.id.clone()));
         self.settings.handler.clone().request(request).await
     }
 
@@ -677,6 +678,7 @@ impl Handler for Inbox {
         match notification.method() {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
             "notifications/progress" => self.wires.calls.progress(&notification),
+            "notifications/cancelled" => self.wires.calls.taken_back(&notification),
             "notifications/tools/list_changed" => self.wires.tools_changed.notify_one(),
             _ => {}
         }

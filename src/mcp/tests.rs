@@ -1002,6 +1002,28 @@ async fn a_list_whose_pages_come_slowly_does_not_hold_up_the_connect_for_long() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_server_that_did_not_say_that_its_tools_change_is_heard_all_the_same() {
+    let mut lab = Lab::trusting();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    let discover = server.asked("server/discover").await;
+    server.refuse(&discover, -32601, Value::Null).await;
+    let initialize = server.asked("initialize").await;
+    server
+        .answer(&initialize, json!({ "protocolVersion": "2025-11-25", "capabilities": { "tools": {} } }))
+        .await;
+    server.asked("notifications/initialized").await;
+    list_tools(&mut server, vec![vec![reads("get")]]).await;
+    let _connection = connecting.await.unwrap().unwrap();
+    assert_eq!(lab.classify(&tool("get")), READ);
+    server.tools_changed().await;
+    let listing = timeout(Duration::from_secs(5), list_tools(&mut server, vec![vec![]]));
+    listing.await.expect("the tools are listed again");
+    server.is_quiet().await;
+    assert_eq!(lab.classify(&tool("get")), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_watch_over_the_tools_keeps_no_connection_open_and_begins_again_when_the_server_ends_it() {
     let mut lab = Lab::trusting();
     let connecting = lab.connect();
@@ -1335,6 +1357,39 @@ async fn a_question_ends_with_its_connection() {
     let began = Instant::now();
     assert_eq!(calling.await.unwrap().unwrap_err().outcome(), Outcome::NoAnswer);
     assert_eq!(began.elapsed().as_secs(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_that_the_server_takes_back_holds_up_nothing() {
+    for id in [json!(7), json!("seven")] {
+        let mut lab = Lab::new();
+        lab.settings.handler = Arc::new(Slow);
+        let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
+        let call = within_a_minute(&connection, tool("a").idle(3 * SECOND).pause_while_asking());
+        server.asked("tools/call").await;
+        let question = json!({ "seconds": 1_000_000, "message": "Which one?" });
+        let ask = |id: &Value| json!({ "jsonrpc": "2.0", "id": id, "method": "elicitation/create", "params": question });
+        server.write(ask(&id)).await;
+        server.write(ask(&json!(8))).await;
+        let take_back = |id: &Value| json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": { "requestId": id } });
+        sleep(10 * SECOND).await;
+        for other in [json!(9), json!(null), json!([7]), json!(8), json!(8)] {
+            server.write(take_back(&other)).await;
+        }
+        sleep(10 * SECOND).await;
+        assert!(!call.is_finished());
+        server.write(take_back(&id)).await;
+        let (took, result) = timeout(60 * SECOND, call).await.unwrap().unwrap();
+        assert_eq!((took.as_secs(), result.unwrap_err().outcome()), (23, Outcome::Unknown));
+
+        // In one go, before its handler runs.
+        let call = within_a_minute(&connection, tool("b").within(3 * SECOND).pause_while_asking());
+        while server.read().await.unwrap()["method"] != "tools/call" {}
+        let both = format!("{}\n{}\n", ask(&json!(10)), take_back(&json!(10)));
+        server.0.write_all(both.as_bytes()).await.unwrap();
+        let (took, _) = timeout(60 * SECOND, call).await.unwrap().unwrap();
+        assert_eq!(took.as_secs(), 3);
+    }
 }
 
 /// A user who takes his time to answer: the seconds in the question, or a panic.

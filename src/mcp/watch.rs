@@ -2,7 +2,7 @@
 //! user answers a question of the server.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -19,6 +19,10 @@ use crate::{
     jsonrpc::{Notification, Request},
 };
 
+/// How many questions that were taken back early are remembered, with ids of that length at most.
+const MAX_TAKEN_BACK: usize = 64;
+const MAX_ID: usize = 128;
+
 /// Those of one connection.
 #[derive(Default)]
 pub(super) struct Calls(Mutex<State>);
@@ -26,8 +30,10 @@ pub(super) struct Calls(Mutex<State>);
 #[derive(Default)]
 struct State {
     pending: HashMap<u64, Pending>,
-    /// How many questions the user is answering.
-    questions: usize,
+    /// The questions that the user is answering, and their ids at the server.
+    questions: HashMap<u64, Box<str>>,
+    /// The last ids that were taken back before their handlers ran.
+    taken_back: VecDeque<Box<str>>,
 }
 
 struct Pending {
@@ -43,23 +49,24 @@ pub(super) struct Watch {
 }
 
 /// While it is held the user answers a question.
-pub(super) struct Question(Arc<Calls>);
+pub(super) struct Question {
+    calls: Arc<Calls>,
+    key: u64,
+}
 
 impl Calls {
     /// Watches a call that wants to be, before it is sent. One with an idle limit gets a token, unless the caller
     /// gave it one.
     pub(super) fn watch(self: &Arc<Self>, request: &mut Request) -> Option<Watch> {
         let progress = request.context().progress()?.clone();
-        // Over all connections: no token of a replay is that of another attempt.
-        static KEYS: AtomicU64 = AtomicU64::new(1);
-        let key = KEYS.fetch_add(1, Ordering::Relaxed);
+        let key = next_key();
         let token = progress.idle().and_then(|_| {
             let envelope = Envelope::of_token(&format!("goaround-{key}"));
             request.replace_params(envelope.around(request.shared_params().as_ref()));
             token_of(request.raw_params()?)
         });
         let mut state = self.lock();
-        let pause = (state.questions > 0 && progress.pauses_while_asking()).then(|| progress.pause());
+        let pause = (!state.questions.is_empty() && progress.pauses_while_asking()).then(|| progress.pause());
         state.pending.insert(key, Pending { progress, token, pause });
         drop(state);
         Some(Watch { calls: Arc::clone(self), key })
@@ -82,22 +89,70 @@ impl Calls {
         }
     }
 
-    /// The user begins to answer a question.
-    pub(super) fn ask(self: &Arc<Self>) -> Question {
+    /// The user begins to answer the question of that id.
+    pub(super) fn ask(self: &Arc<Self>, id: Box<str>) -> Question {
+        let key = next_key();
         let mut state = self.lock();
-        state.questions += 1;
-        if state.questions == 1 {
+        if let Some(at) = state.taken_back.iter().position(|known| *known == id) {
+            state.taken_back.remove(at);
+            drop(state);
+            return Question { calls: Arc::clone(self), key };
+        }
+        state.questions.insert(key, id);
+        if state.questions.len() == 1 {
             for call in state.pending.values_mut().filter(|call| call.progress.pauses_while_asking()) {
                 call.pause = Some(call.progress.pause());
             }
         }
         drop(state);
-        Question(Arc::clone(self))
+        Question { calls: Arc::clone(self), key }
+    }
+
+    /// The server does not wait for an answer any more. What the user goes on with holds up no call.
+    pub(super) fn taken_back(&self, notification: &Notification) {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Params<'a> {
+            #[serde(borrow)]
+            request_id: &'a RawValue,
+        }
+        let params = notification.raw_params().and_then(|params| serde_json::from_str(params.get()).ok());
+        let Some(Params { request_id }) = params else { return };
+        let request_id = request_id.get();
+        let mut state = self.lock();
+        if request_id.len() <= MAX_ID && !state.questions.values().any(|id| **id == *request_id) {
+            state.taken_back.push_back(request_id.into());
+            if state.taken_back.len() > MAX_TAKEN_BACK {
+                state.taken_back.pop_front();
+            }
+        }
+        drop(state);
+        self.answered(|_, id| id == request_id);
+    }
+
+    /// Forgets those questions, and ends the pause with the last one.
+    fn answered(&self, which: impl Fn(u64, &str) -> bool) {
+        let mut state = self.lock();
+        let before = state.questions.len();
+        state.questions.retain(|key, id| !which(*key, id));
+        if before == 0 || !state.questions.is_empty() {
+            return;
+        }
+        let over: Vec<_> = state.pending.values_mut().map(|call| mem::take(&mut call.pause)).collect();
+        // The end of a pause wakes tasks, which is foreign code: without the lock.
+        drop(state);
+        drop(over);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Over all connections: no token of a replay is that of another attempt.
+fn next_key() -> u64 {
+    static KEYS: AtomicU64 = AtomicU64::new(1);
+    KEYS.fetch_add(1, Ordering::Relaxed)
 }
 
 /// The token that a request carries: a string or a number.
@@ -126,13 +181,6 @@ impl Drop for Watch {
 
 impl Drop for Question {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
-        state.questions -= 1;
-        if state.questions > 0 {
-            return;
-        }
-        let over: Vec<_> = state.pending.values_mut().map(|call| mem::take(&mut call.pause)).collect();
-        drop(state);
-        drop(over);
+        self.calls.answered(|key, _| key == self.key);
     }
 }
