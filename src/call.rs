@@ -207,8 +207,8 @@ impl fmt::Display for CallId {
 
 /// What travels down by value with a request: who it is, how long it may take, what it may do.
 ///
-/// A clone of a context is that of a new call: it keeps deadline (also an idle limit, which is its own) and effect, and neither the id nor what
-/// the layers noted.
+/// A clone of a context is that of a new call: it keeps deadline (also an idle limit, which is its own) and effect,
+/// and neither the id nor what the layers noted.
 #[derive(Debug, Default)]
 pub struct CallContext {
     id: Option<CallId>,

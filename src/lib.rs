@@ -76,7 +76,8 @@
 //!
 //! # Connections
 //!
-//! - [`mcp`]: MCP servers that are child processes.
+//! - [`mcp`]: MCP servers that are child processes, in both eras of the protocol, with the session restored after
+//!   each reconnect. Ready-made effect checks are in [`mcp::checks`], tools that become tasks in [`mcp::tasks`].
 //! - [`stdio`]: any JSON-RPC server that is a child process.
 //! - [`jsonrpc`]: JSON-RPC over any byte stream.
 //! - Everything else that is a Tower service: requests go in as [`Tagged`], errors by tower's `map_err` and the

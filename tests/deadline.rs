@@ -478,6 +478,23 @@ fn a_pause_alone_needs_no_timer() {
     assert_pending!(task::spawn(service.call(read().pause_while_asking())).poll());
 }
 
+#[test]
+fn where_idle_limits_and_pauses_are_off_a_call_allocates_nothing_for_them() {
+    let measured = |call: Req| {
+        let answers = service_fn(|_: Req| std::future::ready(Ok::<_, CallError>(1)));
+        let mut service = DeadlineLayer::new(SECOND).layer(answers);
+        allocation_counter::measure(move || {
+            let mut ended = pin!(service.call(call));
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(matches!(ended.as_mut().poll(&mut cx), Poll::Ready(Ok(1))));
+        })
+        .count_total
+    };
+    assert_eq!((measured(read()), measured(write())), (0, 0));
+    // What is measured is measured: a limit is kept on the heap.
+    assert_ne!(allocation_counter::measure(|| drop(read().idle(SECOND))).count_total, 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_attempts_time_stands_still_and_is_not_extended_by_progress() {
     for is_read in [true, false] {

@@ -7,7 +7,8 @@ use std::{
 };
 
 use goaround::{
-    Basis, CallError, Cause, ConnectError, Effect, Event, Outcome, ReconnectLayer, Refusal, Stack,
+    Basis, BoxError, CallError, Cause, ConnectError, Effect, Event, InDoubt, Outcome, ReconnectLayer,
+    Refusal, Stack,
     jsonrpc::{Request, Response},
     mcp::{self, Era, HandshakeError, ProtocolVersion, ToolRules, tasks},
 };
@@ -229,6 +230,46 @@ async fn a_grandchild_that_is_left_behind_holds_up_no_reconnect() {
         stack.send(list()).await.unwrap();
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
         assert_eq!(stack.generation(), Some(2));
+    }
+}
+
+/// The shell is killed while the server in it writes: the server is no less ended before the write is replayed.
+#[tokio::test]
+async fn a_server_whose_shell_is_killed_lands_its_write_once() {
+    for before in ["", MODERN] {
+        let log = Log::new();
+        let path = log.0.path().join("log");
+        let writes = format!("{before}\ncall() {{ sleep 1; say lands; answer '{{}}'; }}");
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(r#"echo $$ >"$log.shell"; sh -c "$server"; true"#);
+        command.env("server", SERVER).env("before", writes).env("log", &path);
+        let landed = {
+            let path = path.clone();
+            move || std::fs::read_to_string(&path).unwrap().lines().filter(|line| *line == "lands").count()
+        };
+        let check = {
+            let landed = landed.clone();
+            move |doubt: InDoubt<Request, Response>| {
+                let verdict = if landed() > 0 { doubt.landed_without_result() } else { doubt.not_landed() };
+                async { Ok::<_, BoxError>(verdict) }
+            }
+        };
+        let server = mcp::stdio(command).probe_timeout(PATIENCE).exit_ends_effects();
+        let stack = Stack::builder(server).check(check).build().unwrap();
+        stack.send(list()).await.unwrap();
+        let kill = async {
+            log.lines("tools/call", 1).await;
+            let shell = std::fs::read_to_string(path.with_extension("shell")).unwrap();
+            let shell = rustix::process::Pid::from_raw(shell.trim().parse().unwrap()).unwrap();
+            rustix::process::kill_process(shell, rustix::process::Signal::KILL).unwrap();
+        };
+        let (written, ()) = tokio::join!(stack.send(tool("pay")), kill);
+        if let Err(error) = written {
+            assert_eq!(error.outcome(), Outcome::DoneResultLost, "{error}");
+        }
+        assert_eq!(stack.generation(), Some(2));
+        stack.shutdown(Duration::from_secs(5)).await;
+        assert_eq!(landed(), 1);
     }
 }
 

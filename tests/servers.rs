@@ -11,10 +11,11 @@
 //! are (by default `target/servers`); `GOAROUND_ROUNDS`, how many rounds for each (5); `GOAROUND_SEED`, to see
 //! the same kills again, as far as a machine's timing allows.
 //!
-//! First comes the demo's read flight: handshake, list, a kill in the middle of reads, list again. Then a batch of
-//! writes without a kill, which tells how long one takes. Then the rounds. In each a fresh server gets many reads
-//! and writes, and is killed at a random moment of them; the rounds take turns with three stacks: with a check and
-//! the declaration that the server's exit ends its effects, without a check, with a check alone.
+//! First comes the demo's read flight: handshake, list, a kill in the middle of reads, list again, a kill while nothing
+//! is in flight, list again. Then a batch of writes without a kill, which tells how long one takes. Then the rounds. In
+//! each a fresh server gets many reads and writes, and is killed at a random moment of them; the rounds take turns with
+//! three stacks: with a check and the declaration that the server's exit ends its effects, without a check, with a
+//! check alone.
 //!
 //! - Every read is answered, and the recovery is reported.
 //! - No write landed twice. What was answered with a success is there, and so is what is said to be done; what was
@@ -558,11 +559,14 @@ mod unix {
             good(answer)?;
         }
         flight.list_tools().await?;
+        // And once more while nothing is in flight.
+        flight.kill()?;
+        flight.list_tools().await?;
         flight.end().await;
         let reports = flight.reports();
-        if (reports.incidents, reports.recoveries, reports.overlaps) != (1, 1, 0) {
+        if (reports.incidents, reports.recoveries, reports.overlaps) != (2, 2, 0) {
             return Err(format!(
-                "{} incidents, {} recoveries, {} overlaps after one kill",
+                "{} incidents, {} recoveries, {} overlaps after two kills",
                 reports.incidents, reports.recoveries, reports.overlaps
             )
             .into());

@@ -1,15 +1,11 @@
 //! What the server says of its tools: the annotations of `tools/list`, all pages of it.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    time::Duration,
-};
+use std::{collections::HashMap, time::Duration};
 
 use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
 use tokio::time::{Instant, timeout};
 
-use super::rules::strength;
 use crate::{
     Call, CallError, Effect,
     jsonrpc::{Client, Request, Response},
@@ -104,13 +100,10 @@ impl Catalog {
                 return Err(CatalogError::Odd("the server has too many tools"));
             }
             let effect = annotations.and_then(effect_of);
-            match self.effects.entry(name.into_boxed_str()) {
-                Entry::Vacant(entry) => drop(entry.insert(effect)),
-                // Of two entries nobody knows which one is called, and one without hints is a write.
-                Entry::Occupied(mut entry) => {
-                    let [one, other] = [effect, *entry.get()].map(|effect| effect.unwrap_or(Effect::Write));
-                    entry.insert(Some(if strength(one) > strength(other) { one } else { other }));
-                }
+            let known = self.effects.entry(name.into_boxed_str()).or_insert(effect);
+            // Of two entries nobody knows which one is called.
+            if *known != effect {
+                *known = Some(Effect::Write);
             }
         }
         Ok(page.next_cursor)
@@ -195,13 +188,33 @@ mod tests {
     }
 
     #[test]
-    fn of_two_tools_of_one_name_the_stronger_counts() {
-        let mut catalog = Catalog::default();
-        let tool = |read_only| json!({ "name": "x", "annotations": { "readOnlyHint": read_only } });
-        let page = Response::new(json!({ "tools": [tool(true), tool(false), tool(true)] })).unwrap();
-        assert_eq!(catalog.add(&page).unwrap(), None);
-        assert_eq!(catalog.get("x"), Some(Effect::Write));
-        assert!(catalog.add(&Response::new(json!({ "tools": 1 })).unwrap()).is_err());
+    fn two_entries_of_one_name_that_differ_make_a_write() {
+        let (reads, sets, writes) = (
+            json!({ "readOnlyHint": true }),
+            json!({ "idempotentHint": true }),
+            json!({ "readOnlyHint": false }),
+        );
+        for (first, second, effect) in [
+            (&reads, &reads, Some(Effect::ReadOnly)),
+            (&reads, &writes, Some(Effect::Write)),
+            (&reads, &sets, Some(Effect::Write)),
+            (&reads, &Value::Null, Some(Effect::Write)),
+            (&sets, &json!({}), Some(Effect::Write)),
+            (&Value::Null, &json!({}), None),
+        ] {
+            for [one, other] in [[first, second], [second, first]] {
+                let mut catalog = Catalog::default();
+                let tool = |hints: &Value| json!({ "name": "x", "annotations": hints });
+                // On one page, or on two.
+                let page = Response::new(json!({ "tools": [tool(one), tool(other)] })).unwrap();
+                assert_eq!(catalog.add(&page).unwrap(), None);
+                assert_eq!(catalog.get("x"), effect, "{one} {other}");
+                let page = Response::new(json!({ "tools": [tool(one)] })).unwrap();
+                catalog.add(&page).unwrap();
+                assert_eq!(catalog.get("x"), effect, "{one} {other} {one}");
+            }
+        }
+        assert!(Catalog::default().add(&Response::new(json!({ "tools": 1 })).unwrap()).is_err());
     }
 
     #[test]

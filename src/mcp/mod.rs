@@ -9,6 +9,8 @@
 //!   notifications ([`Connection`]),
 //! - `ping` or `server/discover` as the question that decides whether a silent server is still there, and the
 //!   answer to the server's own `ping`,
+//! - the server's own requests and notifications, for one [handler](Stdio::handler) over all connections; what is
+//!   lost with a connection is counted ([`Stats`]),
 //! - progress: a call with an [idle limit](crate::Call::idle) asks the server for it by a token, and is extended by
 //!   it ([`Connection`]),
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by

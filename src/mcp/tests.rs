@@ -1212,8 +1212,6 @@ fn a_calls_future_is_send_and_small() {
 
 // ----- progress, and questions to the user
 
-/// The two eras.
-const ERAS: [ProtocolVersion; 2] = [ProtocolVersion::V2025_11_25, ProtocolVersion::V2026_07_28];
 const SECOND: Duration = Duration::from_secs(1);
 
 impl Server {
@@ -1237,7 +1235,7 @@ fn within_a_minute(
 
 #[tokio::test(start_paused = true)]
 async fn progress_with_the_calls_own_token_extends_its_idle_limit_up_to_the_maximum() {
-    for version in ERAS {
+    for version in ProtocolVersion::ALL {
         let user = User::default();
         let mut lab = Lab::new();
         lab.settings.handler = Arc::new(user.clone());
@@ -1275,7 +1273,7 @@ async fn progress_with_the_calls_own_token_extends_its_idle_limit_up_to_the_maxi
 
 #[tokio::test(start_paused = true)]
 async fn nothing_else_extends_it_and_the_call_ends_with_what_is_known() {
-    for version in ERAS {
+    for version in ProtocolVersion::ALL {
         let mut lab = Lab::new();
         let (connection, mut server) = lab.pair(version).await;
         let read = tool("x").read_only();
@@ -1317,7 +1315,7 @@ async fn nothing_else_extends_it_and_the_call_ends_with_what_is_known() {
 
 #[tokio::test(start_paused = true)]
 async fn a_replay_keeps_the_idle_limit_and_has_a_token_of_its_own() {
-    for version in ERAS {
+    for version in ProtocolVersion::ALL {
         let mut lab = Lab::new();
         let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
         let connector =
@@ -1437,10 +1435,12 @@ impl Handler for Slow {
 
 #[tokio::test(start_paused = true)]
 async fn while_the_user_is_asked_the_calls_that_asked_for_it_stand_still() {
-    for message in ["Which one?", "panic"] {
+    for (version, message) in
+        older_versions().flat_map(|version| ["Which one?", "panic"].map(|message| (version, message)))
+    {
         let mut lab = Lab::new();
         lab.settings.handler = Arc::new(Slow);
-        let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
+        let (connection, mut server) = lab.pair(version).await;
         let ask = |id: u64, method: &str, seconds: u64| {
             let params = json!({ "message": message, "seconds": seconds });
             json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params })
