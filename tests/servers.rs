@@ -124,7 +124,7 @@ mod unix {
         let wrong: fn() -> ReadBacks = || {
             checks::read_back("append")
                 .by_tool("lines")
-                .same("/isError", "/line")
+                .same("/content/0/type", "/line")
                 .absent_if_different()
                 .into()
         };
