@@ -1,0 +1,257 @@
+//! What a client does about its write: by hand, as one would write it, and by this crate's layers.
+
+use std::{
+    pin::Pin,
+    sync::{Arc, Mutex},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use goaround::{
+    BoxError, Call, CallError, CallId, Effect, Event, Exit, InDoubt, Outcome, Stack, Tagged, Verdict,
+    WriteSafetyLayer,
+};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tower::Service;
+
+use crate::world::{Killed, LONGEST, PATIENCE, Server, World};
+
+/// How far behind a stale replica lies.
+const LAG: Duration = Duration::from_secs(2);
+/// The deadline of a call through our layers: the time of the longest quarantine and more.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A row of the table.
+pub(crate) struct Row {
+    pub(crate) policy: &'static str,
+    /// Whether what the policy takes for granted, or was told, is true of the server.
+    pub(crate) true_of_the_server: bool,
+    pub(crate) server: Server,
+    pub(crate) client: Client,
+}
+
+/// Who sends the write.
+#[derive(Clone, Copy)]
+pub(crate) enum Client {
+    /// Sends it again if no answer comes.
+    Blind,
+    /// Waits for that long if no answer comes, looks, and sends it again if it is not there.
+    Checks(Duration),
+    /// This crate's layers.
+    Ours { writes: fn() -> Writes, deadline: Duration },
+}
+
+/// What the caller is told in the end.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Told {
+    Done,
+    NotDone,
+    Unknown,
+}
+
+type Req = Tagged<Arc<World>>;
+type Writes = WriteSafetyLayer<Req, bool>;
+
+pub(crate) fn rows() -> Vec<Row> {
+    let server = Server::default();
+    let stale = Server { lag: LAG, ..server };
+    let fenced = Server { keeps_deadlines: true, ..server };
+    let deduplicates = Server { keeps_keys: Some(Duration::MAX), ..server };
+    let by_hand =
+        |policy, true_of_the_server, server, client| Row { policy, true_of_the_server, server, client };
+    let ours = |policy, true_of_the_server, server, writes| {
+        let client = Client::Ours { writes, deadline: DEADLINE };
+        Row { policy, true_of_the_server, server, client }
+    };
+    let checks = |seconds| Client::Checks(Duration::from_secs(seconds));
+    vec![
+        by_hand("blind replay", false, server, Client::Blind),
+        by_hand("check, replay if absent", false, server, checks(0)),
+        by_hand("check on a stale replica (2 s)", false, stale, checks(0)),
+        by_hand("quarantine 1 s, check", false, server, checks(1)),
+        by_hand("quarantine 5 s, check", false, server, checks(5)),
+        by_hand("quarantine 20 s, check", true, server, checks(20)),
+        by_hand("quarantine 20 s, check on a stale replica", false, stale, checks(20)),
+        by_hand("deadline fence, check", true, fenced, checks(0)),
+        by_hand("deadline fence, check on a stale replica", false, Server { lag: LAG, ..fenced }, checks(0)),
+        by_hand("idempotency token, no check", true, deduplicates, Client::Blind),
+        Row {
+            policy: "refuse(), deadline 100 ms",
+            true_of_the_server: true,
+            server,
+            client: Client::Ours { writes: refuse, deadline: PATIENCE },
+        },
+        ours("refuse()", true, server, refuse),
+        ours("new(check), no fence", true, server, checked),
+        ours("quarantine(20 s)", true, server, || checked().quarantine(LONGEST)),
+        ours("quarantine(5 s)", false, server, || checked().quarantine(Duration::from_secs(5))),
+        ours("quarantine(1 s)", false, server, || checked().quarantine(Duration::from_secs(1))),
+        ours("quarantine(20 s), stale check", false, stale, || checked().quarantine(LONGEST)),
+        ours("exit_ends_effects()", true, killed(Killed::EndsEffects), checked),
+        ours("exit_ends_effects(), but they go on", false, killed(Killed::EndsNothing), checked),
+        ours("not_landed_because(server deadline)", true, fenced, because),
+        ours(
+            "not_landed_because(server deadline), stale check",
+            false,
+            Server { lag: LAG, ..fenced },
+            because,
+        ),
+        ours("not_landed_because(server deadline), old server", false, server, because),
+    ]
+}
+
+fn killed(killed: Killed) -> Server {
+    Server { killed: Some(killed), ..Server::default() }
+}
+
+// ===== By hand =====
+
+/// One attempt, and whether an answer came in time.
+async fn attempt(world: &World) -> bool {
+    timeout(PATIENCE, world.write(Some(Instant::now() + PATIENCE))).await.is_ok()
+}
+
+async fn replay(world: &World) -> Told {
+    if attempt(world).await { Told::Done } else { Told::Unknown }
+}
+
+pub(crate) async fn blind(world: &World) -> Told {
+    if attempt(world).await { Told::Done } else { replay(world).await }
+}
+
+pub(crate) async fn check_then_replay(world: &World, wait: Duration) -> Told {
+    if attempt(world).await {
+        return Told::Done;
+    }
+    if !wait.is_zero() {
+        sleep(wait).await;
+    }
+    if world.seen() { Told::Done } else { replay(world).await }
+}
+
+// ===== By this crate's layers =====
+
+fn refuse() -> Writes {
+    WriteSafetyLayer::refuse()
+}
+
+fn checked() -> Writes {
+    WriteSafetyLayer::new(look).attempt_timeout(PATIENCE)
+}
+
+fn because() -> Writes {
+    WriteSafetyLayer::new(|doubt: InDoubt<Req, bool>| async move {
+        Ok(match is_there(&doubt).await? {
+            true => doubt.landed(true),
+            false => doubt.not_landed_because("the server ignores it after the attempt's time"),
+        })
+    })
+    .attempt_timeout(PATIENCE)
+}
+
+async fn look(doubt: InDoubt<Req, bool>) -> Result<Verdict<bool>, BoxError> {
+    Ok(if is_there(&doubt).await? { doubt.landed(true) } else { doubt.not_landed() })
+}
+
+async fn is_there(doubt: &InDoubt<Req, bool>) -> Result<bool, CallError> {
+    let world = Arc::clone(doubt.request().get_ref());
+    doubt.probe(Tagged::new(world, Effect::ReadOnly).named("look")).await
+}
+
+/// The whole stack over the world, and which writes it reports as unknown.
+pub(crate) struct Ours {
+    stack: Stack<Connector, Req, bool>,
+    reported: Arc<Mutex<Vec<CallId>>>,
+}
+
+impl Ours {
+    pub(crate) fn new(writes: Writes, deadline: Duration) -> Self {
+        let reported = Arc::<Mutex<Vec<CallId>>>::default();
+        let sink = Arc::clone(&reported);
+        let stack = Stack::builder(Connector).deadline(deadline).writes(writes).on_event(move |event| {
+            let unknown = match event {
+                Event::InDoubt(report) if !is_known(report.outcome) => Some(report.call),
+                Event::Abandoned(report) => report.call,
+                _ => None,
+            };
+            sink.lock().unwrap().extend(unknown);
+        });
+        Self { stack: stack.build().unwrap(), reported }
+    }
+
+    /// Sends the write: what the caller is told, and how often it was reported as unknown.
+    pub(crate) async fn send(&self, world: &Arc<World>) -> (Told, u32) {
+        let mut write = Tagged::new(Arc::clone(world), Effect::Write).named("pay");
+        let id = write.context_mut().assign_id();
+        let told = match self.stack.send(write).await {
+            Ok(_) => Told::Done,
+            Err(error) if error.outcome() == Outcome::DoneResultLost => Told::Done,
+            Err(error) if error.may_have_landed() => Told::Unknown,
+            Err(_) => Told::NotDone,
+        };
+        let reported = std::mem::take(&mut *self.reported.lock().unwrap());
+        // A report of any other call counts too, so that the sums differ.
+        let strays = reported.iter().filter(|other| **other != id).count() as u32;
+        (told, reported.len() as u32 + strays)
+    }
+}
+
+fn is_known(outcome: Option<Outcome>) -> bool {
+    matches!(outcome, None | Some(Outcome::DoneResultLost | Outcome::NotDone))
+}
+
+#[derive(Clone)]
+pub(crate) struct Connector;
+
+impl Service<()> for Connector {
+    type Response = Connection;
+    type Error = BoxError;
+    type Future = std::future::Ready<Result<Connection, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, (): ()) -> Self::Future {
+        std::future::ready(Ok(Connection))
+    }
+}
+
+#[derive(Clone)]
+pub(crate) struct Connection;
+
+impl Service<Req> for Connection {
+    type Response = bool;
+    type Error = CallError;
+    type Future = Pin<Box<dyn Future<Output = Result<bool, CallError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        if request.effect() == Effect::ReadOnly {
+            return Box::pin(std::future::ready(Ok(request.seen())));
+        }
+        let until = request.context().attempt_until().or(request.context().deadline().instant());
+        Box::pin(async move {
+            let write = request.write(until);
+            if request.server().killed.is_none() {
+                write.await;
+                return Ok(true);
+            }
+            match timeout(PATIENCE, write).await {
+                Ok(()) => Ok(true),
+                // Somebody watches over it, and kills it where it seems to hang.
+                Err(_) => {
+                    let gone = request.kill();
+                    let exit = async move {
+                        sleep_until(gone).await;
+                        Exit::new(None, true)
+                    };
+                    Err(CallError::closed("killed").with_exit(exit).exit_ends_effects())
+                }
+            }
+        })
+    }
+}
