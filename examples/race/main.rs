@@ -28,7 +28,7 @@ use std::{process::ExitCode, thread, time::Duration};
 use policies::{Client, Ours, Row, Told};
 use serde::Serialize;
 use tokio::time::Instant;
-use world::{PATIENCE, World};
+use world::World;
 
 const HELP: &str = "\
 usage: race [--seeds N] [--json]
@@ -165,7 +165,7 @@ impl Tally {
             Told::NotDone => self.lost_acks += u64::from(effects > 0),
             Told::Unknown => self.unknown += 1,
         }
-        if told != Told::Unknown && took >= PATIENCE {
+        if told != Told::Unknown && world.was_in_doubt() {
             self.recoveries.push(took);
         }
     }

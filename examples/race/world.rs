@@ -55,6 +55,8 @@ struct State {
     /// In the order of their arrival.
     arrivals: Vec<Arrival>,
     sent: u32,
+    /// When the first request was sent, and when the reply to it arrives.
+    first: Option<(Instant, Option<Instant>)>,
 }
 
 /// A request that arrives.
@@ -78,7 +80,8 @@ enum Fate {
 
 impl World {
     pub(crate) fn new(seed: u64, server: Server) -> Arc<Self> {
-        let state = State { rng: Rng::with_seed(seed), arrivals: Vec::with_capacity(2), sent: 0 };
+        let state =
+            State { rng: Rng::with_seed(seed), arrivals: Vec::with_capacity(2), sent: 0, first: None };
         Arc::new(Self { server, state: Mutex::new(state) })
     }
 
@@ -101,11 +104,21 @@ impl World {
         state.sent += 1;
         // Both are drawn in any case, so that the same seed sends the same first messages under each policy.
         let (there, back) = (travel(&mut state.rng, REQUESTS_LOST), travel(&mut state.rng, REPLIES_LOST));
-        let Some(there) = there else { return (number, None) };
-        let at = Instant::now() + there;
-        let place = state.arrivals.partition_point(|earlier| earlier.at <= at);
-        state.arrivals.insert(place, Arrival { number, at, until, gone: None });
-        (number, back.map(|back| at + back))
+        let now = Instant::now();
+        let reply = there.zip(back).map(|(there, back)| now + there + back);
+        state.first.get_or_insert((now, reply));
+        if let Some(there) = there {
+            let at = now + there;
+            let place = state.arrivals.partition_point(|earlier| earlier.at <= at);
+            state.arrivals.insert(place, Arrival { number, at, until, gone: None });
+        }
+        (number, reply)
+    }
+
+    /// Whether the first request had no answer within the client's patience.
+    pub(crate) fn was_in_doubt(&self) -> bool {
+        let first = self.lock().first;
+        first.is_some_and(|(sent, reply)| reply.is_none_or(|reply| reply > sent + PATIENCE))
     }
 
     /// The server is killed: says when its process will be gone.
