@@ -1,6 +1,7 @@
 //! What a client does about its write: by hand, as one would write it, and by this crate's layers.
 
 use std::{
+    borrow::Cow,
     pin::Pin,
     sync::{Arc, Mutex},
     task::{Context, Poll},
@@ -8,13 +9,13 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, CallError, CallId, Effect, Event, Exit, InDoubt, Outcome, Stack, Tagged, Verdict,
+    BoxError, Call, CallContext, CallError, CallId, Effect, Event, Exit, InDoubt, Outcome, Stack, Verdict,
     WriteSafetyLayer,
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::Service;
 
-use crate::world::{Killed, LONGEST, PATIENCE, Server, World};
+use crate::world::{Killed, LONGEST, PATIENCE, Server, Terms, World};
 
 /// How far behind a stale replica lies.
 const LAG: Duration = Duration::from_secs(2);
@@ -49,8 +50,48 @@ pub(crate) enum Told {
     Unknown,
 }
 
-type Req = Tagged<Arc<World>>;
-type Writes = WriteSafetyLayer<Req, bool>;
+type Writes = WriteSafetyLayer<Pay, bool>;
+
+/// A request of a client through our layers: the write, or a look whether it is there.
+pub(crate) struct Pay {
+    world: Arc<World>,
+    effect: Effect,
+    key: Option<String>,
+    context: CallContext,
+}
+
+impl Pay {
+    fn new(world: Arc<World>, effect: Effect) -> Self {
+        Self { world, effect, key: None, context: CallContext::new() }
+    }
+}
+
+impl Call for Pay {
+    fn method(&self) -> &str {
+        "pay"
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        "pay".into()
+    }
+
+    fn effect(&self) -> Effect {
+        self.effect
+    }
+
+    fn context(&self) -> &CallContext {
+        &self.context
+    }
+
+    fn context_mut(&mut self) -> &mut CallContext {
+        &mut self.context
+    }
+
+    fn try_clone(&self) -> Option<Self> {
+        let Self { world, effect, key, context } = self;
+        Some(Self { world: Arc::clone(world), effect: *effect, key: key.clone(), context: context.clone() })
+    }
+}
 
 pub(crate) fn rows() -> Vec<Row> {
     let server = Server::default();
@@ -108,7 +149,8 @@ fn killed(killed: Killed) -> Server {
 
 /// One attempt, and whether an answer came in time.
 async fn attempt(world: &World) -> bool {
-    timeout(PATIENCE, world.write(Some(Instant::now() + PATIENCE))).await.is_ok()
+    let terms = Terms { until: Some(Instant::now() + PATIENCE), key: true };
+    timeout(PATIENCE, world.write(terms)).await.is_ok_and(|answer| answer.is_ok())
 }
 
 async fn replay(world: &World) -> Told {
@@ -140,7 +182,7 @@ fn checked() -> Writes {
 }
 
 fn because() -> Writes {
-    WriteSafetyLayer::new(|doubt: InDoubt<Req, bool>| async move {
+    WriteSafetyLayer::new(|doubt: InDoubt<Pay, bool>| async move {
         Ok(match is_there(&doubt).await? {
             true => doubt.landed(true),
             false => doubt.not_landed_because("the server ignores it after the attempt's time"),
@@ -149,18 +191,17 @@ fn because() -> Writes {
     .attempt_timeout(PATIENCE)
 }
 
-async fn look(doubt: InDoubt<Req, bool>) -> Result<Verdict<bool>, BoxError> {
+async fn look(doubt: InDoubt<Pay, bool>) -> Result<Verdict<bool>, BoxError> {
     Ok(if is_there(&doubt).await? { doubt.landed(true) } else { doubt.not_landed() })
 }
 
-async fn is_there(doubt: &InDoubt<Req, bool>) -> Result<bool, CallError> {
-    let world = Arc::clone(doubt.request().get_ref());
-    doubt.probe(Tagged::new(world, Effect::ReadOnly).named("look")).await
+async fn is_there(doubt: &InDoubt<Pay, bool>) -> Result<bool, CallError> {
+    doubt.probe(Pay::new(Arc::clone(&doubt.request().world), Effect::ReadOnly)).await
 }
 
 /// The whole stack over the world, and which writes it reports as unknown.
 pub(crate) struct Ours {
-    stack: Stack<Connector, Req, bool>,
+    stack: Stack<Connector, Pay, bool>,
     reported: Arc<Mutex<Vec<CallId>>>,
 }
 
@@ -181,7 +222,7 @@ impl Ours {
 
     /// Sends the write: what the caller is told, and how often it was reported as unknown.
     pub(crate) async fn send(&self, world: &Arc<World>) -> (Told, u32) {
-        let mut write = Tagged::new(Arc::clone(world), Effect::Write).named("pay");
+        let mut write = Pay::new(Arc::clone(world), Effect::Write);
         let id = write.context_mut().assign_id();
         let told = match self.stack.send(write).await {
             Ok(_) => Told::Done,
@@ -220,7 +261,7 @@ impl Service<()> for Connector {
 #[derive(Clone)]
 pub(crate) struct Connection;
 
-impl Service<Req> for Connection {
+impl Service<Pay> for Connection {
     type Response = bool;
     type Error = CallError;
     type Future = Pin<Box<dyn Future<Output = Result<bool, CallError>> + Send>>;
@@ -229,22 +270,22 @@ impl Service<Req> for Connection {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Req) -> Self::Future {
-        if request.effect() == Effect::ReadOnly {
-            return Box::pin(std::future::ready(Ok(request.seen())));
+    fn call(&mut self, request: Pay) -> Self::Future {
+        let Pay { world, effect, key, context } = request;
+        if effect == Effect::ReadOnly {
+            return Box::pin(std::future::ready(Ok(world.seen())));
         }
-        let until = request.context().attempt_until().or(request.context().deadline().instant());
+        let until = context.attempt_until().or(context.deadline().instant());
         Box::pin(async move {
-            let write = request.write(until);
-            if request.server().killed.is_none() {
-                write.await;
-                return Ok(true);
+            let write = world.write(Terms { until, key: key.is_some() });
+            if world.server().killed.is_none() {
+                return write.await.map(|()| true).map_err(CallError::answered);
             }
             match timeout(PATIENCE, write).await {
-                Ok(()) => Ok(true),
+                Ok(answer) => answer.map(|()| true).map_err(CallError::answered),
                 // Somebody watches over it, and kills it where it seems to hang.
                 Err(_) => {
-                    let gone = request.kill();
+                    let gone = world.kill();
                     let exit = async move {
                         sleep_until(gone).await;
                         Exit::new(None, true)

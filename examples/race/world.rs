@@ -31,6 +31,8 @@ pub(crate) struct Server {
     pub(crate) keeps_deadlines: bool,
     /// For how long it remembers a key, and answers a request with the same one from memory.
     pub(crate) keeps_keys: Option<Duration>,
+    /// A request names the state that it expects, and is refused where a write has landed before it.
+    pub(crate) compares: bool,
     /// It is a child process, killed by its client where an answer takes too long.
     pub(crate) killed: Option<Killed>,
 }
@@ -59,12 +61,25 @@ struct State {
     first: Option<(Instant, Option<Instant>)>,
 }
 
+/// What a request says besides.
+#[derive(Clone, Copy)]
+pub(crate) struct Terms {
+    /// Until when it may be processed.
+    pub(crate) until: Option<Instant>,
+    /// Whether it has the write's key.
+    pub(crate) key: bool,
+}
+
+/// The state is not the one that the request expects.
+#[derive(Debug, thiserror::Error)]
+#[error("conflict")]
+pub(crate) struct Conflict;
+
 /// A request that arrives.
 struct Arrival {
     number: u32,
     at: Instant,
-    /// Until when the request says that it may be processed.
-    until: Option<Instant>,
+    terms: Terms,
     /// When the process that it was sent to is gone.
     gone: Option<Instant>,
 }
@@ -74,6 +89,8 @@ enum Fate {
     Applied,
     /// Answered from memory.
     Remembered,
+    /// Answered with an error.
+    Refused,
     /// It never was processed, and nobody says so.
     Ignored,
 }
@@ -85,20 +102,21 @@ impl World {
         Arc::new(Self { server, state: Mutex::new(state) })
     }
 
-    /// Sends the write, which says that it may be processed until then. Resolves when the reply is there.
-    pub(crate) async fn write(&self, until: Option<Instant>) {
-        let (number, reply) = self.send(until);
+    /// Sends the write, on those terms. Resolves when the reply is there.
+    pub(crate) async fn write(&self, terms: Terms) -> Result<(), Conflict> {
+        let (number, reply) = self.send(terms);
         if let Some(at) = reply {
             sleep_until(at).await;
-            let fate = self.lock().fates(self.server, Instant::now()).find(|fate| fate.0 == number);
-            if fate.is_some_and(|(_, fate)| fate != Fate::Ignored) {
-                return;
+            match self.lock().fates(self.server, Instant::now()).find(|(of, _)| *of == number) {
+                Some((_, Fate::Applied | Fate::Remembered)) => return Ok(()),
+                Some((_, Fate::Refused)) => return Err(Conflict),
+                Some((_, Fate::Ignored)) | None => {}
             }
         }
         pending().await
     }
 
-    fn send(&self, until: Option<Instant>) -> (u32, Option<Instant>) {
+    fn send(&self, terms: Terms) -> (u32, Option<Instant>) {
         let mut state = self.lock();
         let number = state.sent;
         state.sent += 1;
@@ -110,7 +128,7 @@ impl World {
         if let Some(there) = there {
             let at = now + there;
             let place = state.arrivals.partition_point(|earlier| earlier.at <= at);
-            state.arrivals.insert(place, Arrival { number, at, until, gone: None });
+            state.arrivals.insert(place, Arrival { number, at, terms, gone: None });
         }
         (number, reply)
     }
@@ -159,24 +177,23 @@ impl World {
 impl State {
     /// What became of the requests that have arrived by then.
     fn fates(&self, server: Server, then: Instant) -> impl Iterator<Item = (u32, Fate)> {
-        let mut known_since = None;
+        let (mut known_since, mut applied) = (None, false);
         self.arrivals.iter().take_while(move |arrival| arrival.at <= then).map(move |arrival| {
-            let at = arrival.at;
-            let late = server.keeps_deadlines && arrival.until.is_some_and(|until| at > until);
-            let dead =
-                server.killed == Some(Killed::EndsEffects) && arrival.gone.is_some_and(|gone| at > gone);
-            let known = match (server.keeps_keys, known_since) {
-                (Some(keeps), Some(since)) => at.duration_since(since) < keeps,
-                _ => false,
+            let Arrival { number, at, terms, gone } = *arrival;
+            let late = server.keeps_deadlines && terms.until.is_some_and(|until| at > until);
+            let dead = server.killed == Some(Killed::EndsEffects) && gone.is_some_and(|gone| at > gone);
+            let keeps = server.keeps_keys.filter(|_| terms.key);
+            let known = keeps.zip(known_since).is_some_and(|(keeps, since)| at - since < keeps);
+            let fate = match (late || dead, known, server.compares && applied) {
+                (true, _, _) => Fate::Ignored,
+                (false, true, _) => Fate::Remembered,
+                (false, false, true) => Fate::Refused,
+                (false, false, false) => Fate::Applied,
             };
-            if late || dead {
-                return (arrival.number, Fate::Ignored);
+            if fate == Fate::Applied {
+                (known_since, applied) = (Some(at), true);
             }
-            if known {
-                return (arrival.number, Fate::Remembered);
-            }
-            known_since = Some(at);
-            (arrival.number, Fate::Applied)
+            (number, fate)
         })
     }
 }
