@@ -16,7 +16,7 @@ use std::{
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::{
-    Lane,
+    FirstSent, Lane,
     fence::{Fence, FenceBasis},
     verdict::{InDoubt, Probe, ProbeLog, Verdict},
 };
@@ -27,6 +27,9 @@ use crate::{
 
 /// How long the layer waits at least before it asks a check again.
 const LEAST_RECHECK: Duration = Duration::from_millis(10);
+/// How often a check that found a write applied in part is asked again at most, and when first.
+const PARTIAL_RECHECKS: u32 = 4;
+const FIRST_PARTIAL_RECHECK: Duration = Duration::from_millis(100);
 /// How long a process's end, or a request's last byte, is waited for where no deadline says.
 const REAPING: Duration = Duration::from_secs(60);
 
@@ -36,8 +39,11 @@ pub(super) struct Facts {
     pub(super) attempts: Vec<Attempt>,
     pub(super) closure: Option<Closure>,
     pub(super) activity: Arc<Activity>,
+    pub(super) first_sent: FirstSent,
     /// When the doubt arose: the attempt ended or timed out.
     pub(super) since: Instant,
+    /// Until when the server asks to be left alone.
+    pub(super) not_before: Option<Instant>,
     /// When the attempt ended, if it has: none of its bytes was sent later.
     pub(super) ended_at: Option<Instant>,
     pub(super) until: Until,
@@ -66,6 +72,11 @@ where
         Err(why) => (None, None, why),
     };
 
+    if let Some(not_before) = facts.not_before {
+        sleep_until(not_before).await;
+    }
+    let mut asked = 0;
+    let mut partial = false;
     loop {
         // No more than so many checks at once: an outage puts every write in doubt at the same time.
         let Ok(permit) = lane.shared.checks.acquire().await else {
@@ -88,6 +99,7 @@ where
             call: facts.call,
             attempts: facts.attempts.clone(),
             closure: facts.closure.clone(),
+            first_sent: facts.first_sent.clone(),
             fence: fence.clone(),
             without_fence: without_fence.clone(),
             probe,
@@ -97,14 +109,29 @@ where
         // The call that makes the future is foreign code too.
         let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
         drop(permit);
-        match examine(verdict, facts.call, fence.as_ref(), &log) {
-            Verdict::InFlight { recheck_after } if facts.until.allows(Instant::now(), recheck_after) => {
-                // Others may check meanwhile, and what becomes of the attempt counts again.
-                facts.checking.store(false, Ordering::Relaxed);
-                // Never in a busy loop, whatever the check asks for.
-                tokio::time::sleep(recheck_after.max(LEAST_RECHECK)).await;
+        let verdict = examine(verdict, facts.call, fence.as_ref(), &log);
+        asked += 1;
+        let again = match &verdict {
+            Verdict::InFlight { recheck_after } if asked <= config.max_rechecks => Some(*recheck_after),
+            Verdict::Partial if asked <= config.max_rechecks.min(PARTIAL_RECHECKS) => {
+                Some(FIRST_PARTIAL_RECHECK * 2_u32.pow(asked - 1))
             }
-            Verdict::NotLanded(fence) if !fence.is_because() && is_still_there(facts.closure.as_ref()) => {
+            _ => None,
+        };
+        partial |= matches!(verdict, Verdict::Partial);
+        if let Some(after) = again.filter(|after| facts.until.allows(Instant::now(), *after)) {
+            // Others may check meanwhile, and what becomes of the attempt counts again.
+            facts.checking.store(false, Ordering::Relaxed);
+            // Never in a busy loop, whatever the check asks for.
+            tokio::time::sleep(after.max(LEAST_RECHECK)).await;
+            continue;
+        }
+        match verdict {
+            // What was there in part and is not there now may come again, or was undone by somebody.
+            Verdict::NotLanded(_) | Verdict::InFlight { .. } if partial => return Verdict::Partial,
+            Verdict::NotLanded(fence)
+                if !fence.is_of_the_check() && is_still_there(facts.closure.as_ref()) =>
+            {
                 return Verdict::Unknown(
                     "absent, but the old process is still there, so that no fence holds".into(),
                 );
@@ -115,6 +142,9 @@ where
                      declared fence holds"
                         .into(),
                 );
+            }
+            Verdict::InFlight { .. } if asked > config.max_rechecks => {
+                return Verdict::Unknown(format!("still being processed after {asked} checks").into());
             }
             Verdict::InFlight { .. } => {
                 return Verdict::Unknown("still being processed, and no time to ask again".into());
@@ -270,7 +300,7 @@ fn examine<Res>(
         Some(Some(Ok(Verdict::NotLanded(fence)))) => {
             if !fence.is_for(call) {
                 Verdict::Unknown("the check named a fence of another call".into())
-            } else if !fence.is_because() && held != Some(&fence) {
+            } else if !fence.is_of_the_check() && held != Some(&fence) {
                 Verdict::Unknown("the check named a fence that did not hold when it began".into())
             } else if fence.basis() == FenceBasis::Observed && log.is_stale() {
                 Verdict::Unknown("a probe ran on a connection that is older than the fence".into())
