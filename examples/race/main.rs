@@ -136,7 +136,7 @@ fn fly(rows: &[Row], seeds: std::ops::Range<u64>) -> Vec<Tally> {
 async fn fly_row(row: &Row, seeds: std::ops::Range<u64>) -> Tally {
     let mut tally = Tally::default();
     let ours = match row.client {
-        Client::Ours { writes, deadline } => Some(Ours::new(writes(), deadline)),
+        Client::Ours { writes, effect, deadline } => Some(Ours::new(writes(), effect, deadline)),
         Client::Blind | Client::Checks(_) => None,
     };
     for seed in seeds {

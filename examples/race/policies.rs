@@ -10,7 +10,7 @@ use std::{
 
 use goaround::{
     BoxError, Call, CallContext, CallError, CallId, Effect, Event, Exit, InDoubt, Outcome, Stack, Verdict,
-    WriteSafetyLayer,
+    WriteSafetyLayer, write_safety::KeyedWrites,
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::Service;
@@ -21,6 +21,9 @@ use crate::world::{Killed, LONGEST, PATIENCE, Server, Terms, World};
 const LAG: Duration = Duration::from_secs(2);
 /// The deadline of a call through our layers: the time of the longest quarantine and more.
 const DEADLINE: Duration = Duration::from_secs(30);
+/// For how long a server keeps its keys: longer than any message takes, and not.
+const WINDOW: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_secs(5);
 
 /// A row of the table.
 pub(crate) struct Row {
@@ -39,7 +42,7 @@ pub(crate) enum Client {
     /// Waits for that long if no answer comes, looks, and sends it again if it is not there.
     Checks(Duration),
     /// This crate's layers.
-    Ours { writes: fn() -> Writes, deadline: Duration },
+    Ours { writes: fn() -> Writes, effect: Effect, deadline: Duration },
 }
 
 /// What the caller is told in the end.
@@ -100,8 +103,12 @@ pub(crate) fn rows() -> Vec<Row> {
     let deduplicates = Server { keeps_keys: Some(Duration::MAX), ..server };
     let by_hand =
         |policy, true_of_the_server, server, client| Row { policy, true_of_the_server, server, client };
-    let ours = |policy, true_of_the_server, server, writes| {
-        let client = Client::Ours { writes, deadline: DEADLINE };
+    let ours = |policy, true_of_the_server, server, writes: fn() -> Writes| {
+        let client = Client::Ours { writes, effect: Effect::Write, deadline: DEADLINE };
+        Row { policy, true_of_the_server, server, client }
+    };
+    let idempotent = |policy, true_of_the_server, server, writes: fn() -> Writes| {
+        let client = Client::Ours { writes, effect: Effect::Idempotent, deadline: DEADLINE };
         Row { policy, true_of_the_server, server, client }
     };
     let checks = |seconds| Client::Checks(Duration::from_secs(seconds));
@@ -120,7 +127,7 @@ pub(crate) fn rows() -> Vec<Row> {
             policy: "refuse(), deadline 100 ms",
             true_of_the_server: true,
             server,
-            client: Client::Ours { writes: refuse, deadline: PATIENCE },
+            client: Client::Ours { writes: refuse, effect: Effect::Write, deadline: PATIENCE },
         },
         ours("refuse()", true, server, refuse),
         ours("new(check), no fence", true, server, checked),
@@ -138,7 +145,20 @@ pub(crate) fn rows() -> Vec<Row> {
             because,
         ),
         ours("not_landed_because(server deadline), old server", false, server, because),
+        ours("not_landed_conditional()", true, Server { compares: true, ..server }, conditional),
+        ours("not_landed_conditional(), nothing is compared", false, server, conditional),
+        ours("keyed, honoured_for(60 s)", true, keeps(WINDOW), keyed),
+        ours("keyed, honoured_for(60 s), kept for 5 s", false, keeps(SHORT), keyed),
+        ours("keyed, honoured_for(60 s), old server", false, server, keyed),
+        ours("not_landed_deduplicated(60 s)", true, keeps(WINDOW), deduplicated),
+        ours("not_landed_deduplicated(60 s), kept for 5 s", false, keeps(SHORT), deduplicated),
+        idempotent("replay_idempotent()", true, Server { sets: true, ..server }, replay_idempotent),
+        idempotent("replay_idempotent(), it adds", false, server, replay_idempotent),
     ]
+}
+
+fn keeps(window: Duration) -> Server {
+    Server { keeps_keys: Some(window), ..Server::default() }
 }
 
 fn killed(killed: Killed) -> Server {
@@ -181,14 +201,39 @@ fn checked() -> Writes {
     WriteSafetyLayer::new(look).attempt_timeout(PATIENCE)
 }
 
+/// Says by that what is not there.
+fn absent_is(not_landed: fn(&InDoubt<Pay, bool>) -> Verdict<bool>) -> Writes {
+    let check = move |doubt: InDoubt<Pay, bool>| async move {
+        Ok(if is_there(&doubt).await? { doubt.landed(true) } else { not_landed(&doubt) })
+    };
+    WriteSafetyLayer::new(check).attempt_timeout(PATIENCE)
+}
+
 fn because() -> Writes {
-    WriteSafetyLayer::new(|doubt: InDoubt<Pay, bool>| async move {
-        Ok(match is_there(&doubt).await? {
-            true => doubt.landed(true),
-            false => doubt.not_landed_because("the server ignores it after the attempt's time"),
-        })
+    absent_is(|doubt| doubt.not_landed_because("the server ignores it after the attempt's time"))
+}
+
+fn conditional() -> Writes {
+    absent_is(|doubt| doubt.not_landed_conditional())
+}
+
+fn with_keys() -> KeyedWrites<Pay, bool> {
+    KeyedWrites::new(|pay: &mut Pay, key| {
+        pay.key = Some(key.to_owned());
+        true
     })
-    .attempt_timeout(PATIENCE)
+}
+
+fn keyed() -> Writes {
+    refuse().keyed(with_keys().honoured_for(WINDOW)).attempt_timeout(PATIENCE)
+}
+
+fn deduplicated() -> Writes {
+    absent_is(|doubt| doubt.not_landed_deduplicated(WINDOW)).keyed(with_keys())
+}
+
+fn replay_idempotent() -> Writes {
+    refuse().replay_idempotent().attempt_timeout(PATIENCE)
 }
 
 async fn look(doubt: InDoubt<Pay, bool>) -> Result<Verdict<bool>, BoxError> {
@@ -202,11 +247,12 @@ async fn is_there(doubt: &InDoubt<Pay, bool>) -> Result<bool, CallError> {
 /// The whole stack over the world, and which writes it reports as unknown.
 pub(crate) struct Ours {
     stack: Stack<Connector, Pay, bool>,
+    effect: Effect,
     reported: Arc<Mutex<Vec<CallId>>>,
 }
 
 impl Ours {
-    pub(crate) fn new(writes: Writes, deadline: Duration) -> Self {
+    pub(crate) fn new(writes: Writes, effect: Effect, deadline: Duration) -> Self {
         let reported = Arc::<Mutex<Vec<CallId>>>::default();
         let sink = Arc::clone(&reported);
         let stack = Stack::builder(Connector).deadline(deadline).writes(writes).on_event(move |event| {
@@ -217,12 +263,12 @@ impl Ours {
             };
             sink.lock().unwrap().extend(unknown);
         });
-        Self { stack: stack.build().unwrap(), reported }
+        Self { stack: stack.build().unwrap(), effect, reported }
     }
 
     /// Sends the write: what the caller is told, and how often it was reported as unknown.
     pub(crate) async fn send(&self, world: &Arc<World>) -> (Told, u32) {
-        let mut write = Pay::new(Arc::clone(world), Effect::Write);
+        let mut write = Pay::new(Arc::clone(world), self.effect);
         let id = write.context_mut().assign_id();
         let told = match self.stack.send(write).await {
             Ok(_) => Told::Done,

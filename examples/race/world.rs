@@ -31,6 +31,8 @@ pub(crate) struct Server {
     pub(crate) keeps_deadlines: bool,
     /// For how long it remembers a key, and answers a request with the same one from memory.
     pub(crate) keeps_keys: Option<Duration>,
+    /// A write sets a value: a second one with the same value changes nothing.
+    pub(crate) sets: bool,
     /// A request names the state that it expects, and is refused where a write has landed before it.
     pub(crate) compares: bool,
     /// It is a child process, killed by its client where an answer takes too long.
@@ -87,7 +89,7 @@ struct Arrival {
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     Applied,
-    /// Answered from memory.
+    /// Answered as the first was, without an effect.
     Remembered,
     /// Answered with an error.
     Refused,
@@ -184,6 +186,7 @@ impl State {
             let dead = server.killed == Some(Killed::EndsEffects) && gone.is_some_and(|gone| at > gone);
             let keeps = server.keeps_keys.filter(|_| terms.key);
             let known = keeps.zip(known_since).is_some_and(|(keeps, since)| at - since < keeps);
+            let known = known || server.sets && applied;
             let fate = match (late || dead, known, server.compares && applied) {
                 (true, _, _) => Fate::Ignored,
                 (false, true, _) => Fate::Remembered,
