@@ -641,6 +641,12 @@ impl<R> Tagged<R> {
         &self.request
     }
 
+    /// The request, to be changed before it is sent: by
+    /// [`KeyedWrites`](crate::write_safety::KeyedWrites), for one.
+    pub const fn get_mut(&mut self) -> &mut R {
+        &mut self.request
+    }
+
     /// The request, and nothing of what was said of it.
     pub fn into_inner(self) -> R {
         self.request

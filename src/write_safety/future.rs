@@ -729,14 +729,15 @@ where
             }
             Errand::Replay(replay) => {
                 self.attempts.extend(self.replaced.take());
+                // A key counts only until the server may have forgotten it: a wait, or a slow ledger, may have
+                // outlasted it, and what is handed over now must not be sent later.
+                let end = match self.key_end(&replay) {
+                    Ok(end) => end,
+                    Err(why) => return Poll::Ready(Err(self.key_is_over(why))),
+                };
                 if !self.claim_replay() {
                     return Poll::Ready(Err(self.another_write()));
                 }
-                // A key counts only until the server may have forgotten it.
-                let end = match &replay {
-                    Replay::Keyed(_) => self.key_end(),
-                    _ => None,
-                };
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
                 }
@@ -758,11 +759,27 @@ where
         Poll::Ready(Ok(()))
     }
 
-    /// Until when the server keeps our key, where that is before the deadline.
-    fn key_end(&self) -> Option<Instant> {
-        let window = self.parts.lane.config.key_window()?;
-        let end = self.parts.account.first_sent().window_end(window).ok()??;
-        Some(end).filter(|end| !self.parts.until.deadline.is_past(*end))
+    /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.
+    fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
+        let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
+        let Some(window) = fence.window() else { return Ok(None) };
+        let end = self.parts.account.first_sent().window_end(window)?;
+        Ok(end.filter(|end| !self.parts.until.deadline.is_past(*end)))
+    }
+
+    /// The server may have forgotten the key, so that nothing is known of the write any more.
+    fn key_is_over(&mut self, why: &'static str) -> CallError {
+        self.unsettle();
+        self.last_error().note(why)
+    }
+
+    /// What a verdict said of the attempts holds no longer.
+    fn unsettle(&mut self) {
+        for attempt in &mut self.attempts {
+            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
+                attempt.settled = None;
+            }
+        }
     }
 
     /// Another write was handed over since the attempt that was to be replayed.

@@ -137,11 +137,11 @@ impl FirstSent {
 
     /// When a key that the server keeps for so long is gone, if it is not already, or may be.
     fn window_end(&self, window: Duration) -> Result<Option<Instant>, &'static str> {
-        const OVER: &str = "absent, but the time is over for which the server keeps the key";
+        const OVER: &str = "not replayed: the time is over for which the server keeps the key";
         let now = Instant::now();
         let by_wall = self.clock.now().duration_since(self.wall);
         let by_wall =
-            by_wall.map_err(|_| "absent, but the wall clock was set back, so that no key's time counts")?;
+            by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
         let passed = by_wall.max(now.saturating_duration_since(self.at));
         match window.checked_sub(passed) {
             Some(left) if !left.is_zero() => Ok(now.checked_add(left)),
