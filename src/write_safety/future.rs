@@ -663,7 +663,7 @@ where
 
     fn set_out(&mut self, mut request: Req, errand: Errand, wait: Option<Duration>) {
         let trail = Arc::clone(self.trail.get_or_insert_default());
-        request.context_mut().trail = Some(trail);
+        request.context_mut().set_trail(trail);
         self.way = Some(Box::new(Way {
             service: self.parts.lane.spare(),
             request,
