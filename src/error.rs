@@ -673,6 +673,11 @@ impl Attempt {
         }
     }
 
+    /// One that nobody answered, and that no error of its own ended.
+    pub(crate) fn unanswered(cause: &'static str) -> Self {
+        Self { delivery: Delivery::Ambiguous, cause, ..Self::answered(None) }
+    }
+
     pub(crate) fn is_in_doubt(&self) -> bool {
         self.delivery == Delivery::Ambiguous && self.settled.is_none()
     }

@@ -1145,9 +1145,8 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
         self.attempts.extend(replaced);
         if in_doubt || self.handing_over {
-            let mut attempt = Attempt::answered(self.parts.current.activity.generation_number());
-            attempt.delivery = Delivery::Ambiguous;
-            attempt.cause = "abandoned";
+            let mut attempt = Attempt::unanswered("abandoned");
+            attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
         let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);

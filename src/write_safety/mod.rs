@@ -30,6 +30,7 @@ mod future;
 mod keyed;
 mod layer;
 pub mod ledger;
+mod resolve;
 mod settle;
 mod verdict;
 
@@ -55,6 +56,7 @@ pub use self::{
     future::ResponseFuture,
     keyed::{KeyedAnswer, KeyedWrites},
     layer::WriteSafetyLayer,
+    resolve::{Resolve, Resolved},
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},
 };
 use crate::{

@@ -360,9 +360,19 @@ impl Entry {
 
     /// Whether all server processes that may have got it are gone, and their effects with them, as the caller
     /// declared; `false` where that cannot be seen, and where none is known.
+    ///
+    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists: a probe of a check counts only on a
+    /// connection that was made after they were seen to be gone.
     pub fn servers_are_gone(&self) -> bool {
-        !self.servers.is_empty()
-            && self.servers.iter().all(|server| server.exit_ends_effects && server.is_gone())
+        self.gone_since().is_some()
+    }
+
+    /// Since when that is known.
+    pub(super) fn gone_since(&self) -> Option<Instant> {
+        let gone = |server: &ServerProcess| server.gone_since().filter(|_| server.exit_ends_effects);
+        // All of them, even if one is not: each is seen as early as can be.
+        let gone: Vec<_> = self.servers.iter().map(gone).collect();
+        gone.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
     }
 }
 

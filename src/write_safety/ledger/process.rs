@@ -1,6 +1,12 @@
 //! Who a server process is, so that another process can tell later whether it is gone.
 
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, PoisonError},
+};
+
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 use super::{AnyLedger, Ledger, LedgerError};
 
@@ -67,6 +73,28 @@ impl ServerProcess {
     /// Whether it and its whole group are gone for certain. `false` where that cannot be told: from another
     /// machine, from another container, or on a system other than Linux.
     pub fn is_gone(&self) -> bool {
+        self.gone_since().is_some()
+    }
+
+    /// Since when this process knows that it is gone.
+    pub(in super::super) fn gone_since(&self) -> Option<Instant> {
+        /// How many are remembered.
+        const MOST: usize = 4096;
+        static GONE: Mutex<BTreeMap<(u32, Option<u64>, Option<String>), Instant>> =
+            Mutex::new(BTreeMap::new());
+        let known = (self.pid, self.started, self.boot.clone());
+        let mut gone = GONE.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(since) = gone.get(&known) {
+            return Some(*since).filter(|_| self.is_gone_now());
+        }
+        let now = self.is_gone_now().then(Instant::now)?;
+        if gone.len() < MOST {
+            gone.insert(known, now);
+        }
+        Some(now)
+    }
+
+    fn is_gone_now(&self) -> bool {
         // A file that was carried to another machine tells nothing of the first.
         if self.machine.is_none() || self.machine != system::machine() {
             return false;
