@@ -74,7 +74,8 @@
 //! # }
 //! ```
 //!
-//! How to write such a check, what a fence is, and what goes wrong with checks that look right: [`guide`].
+//! How to write such a check, what a fence is, and what goes wrong with checks that look right:
+//! [`write_safety::effect_check`].
 //!
 //! # Connections
 //!
@@ -115,7 +116,6 @@ pub mod deadline;
 mod delivery;
 mod error;
 pub mod event;
-pub mod guide;
 pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;
