@@ -22,7 +22,7 @@ pub struct Fence {
 }
 
 /// Whether a fence was seen to hold or said to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FenceBasis {
     /// This crate observed it: the server's process group is gone, and the caller declared that its effects

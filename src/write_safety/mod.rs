@@ -25,6 +25,7 @@
 mod fence;
 mod future;
 mod layer;
+pub mod ledger;
 mod settle;
 mod verdict;
 
