@@ -1061,7 +1061,8 @@ where
             None => Ok(result),
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
-                Err(Box::new(self.parts.account.closing(step, state, result, hold, until)))
+                let method = self.parts.name.clone().into_owned();
+                Err(Box::new(self.parts.account.closing(step, state, result, method, hold, until)))
             }
         }
     }
