@@ -970,3 +970,18 @@ async fn a_doubt_that_the_ledger_could_not_record_keeps_its_key_all_the_same() {
     store.forget(id, "jane").await.unwrap();
     assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
 }
+
+#[tokio::test(start_paused = true)]
+async fn h05_a_part_that_was_seen_is_not_forgotten_when_the_attempt_ends_between_two_checks() {
+    let lab = Lab::new();
+    // It ends while the check waits to look again.
+    lab.write(later(SECOND + ms(150), Err(closed())));
+    let asked = Arc::new(AtomicU32::new(0));
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let asked = asked.fetch_add(1, Ordering::Relaxed);
+        async move { Ok(if asked == 0 { doubt.partial() } else { doubt.not_landed_because("gone") }) }
+    });
+    let error = service(&lab, layer.attempt_timeout(SECOND)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    assert!(error.to_string().contains("applied in part"), "{error}");
+}

@@ -134,6 +134,8 @@ struct Doubt<Res> {
     error: Option<CallError>,
     settling: Option<BoxFuture<Verdict<Res>>>,
     checking: Arc<AtomicBool>,
+    /// Whether a check has found the write applied in part.
+    partial: Arc<AtomicBool>,
     /// Whether the attempt ended while a check was under way, so that another may find a fence.
     again: bool,
     verdict: Option<VerdictKind>,
@@ -850,6 +852,7 @@ where
             ended_at: doubt.ended_at,
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
+            partial: Arc::clone(&doubt.partial),
         };
         doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
@@ -1207,6 +1210,7 @@ impl<Res> Doubt<Res> {
             error: None,
             settling: None,
             checking: Arc::default(),
+            partial: Arc::default(),
             again: false,
             verdict: None,
             fence: None,
