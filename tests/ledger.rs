@@ -92,7 +92,8 @@ fn runtime() -> tokio::runtime::Runtime {
 /// Enters, claims and settles until it is killed, and says so.
 fn write_until_killed(path: &Path) {
     runtime().block_on(async {
-        let ledger = DurableLedger::open(path).unwrap();
+        // It is written anew all the time.
+        let ledger = DurableLedger::options().compact_above(30_000).open(path).unwrap();
         let start = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_micros() as u64;
         say("start", start);
         let tasks: Vec<_> = (0..64)
@@ -100,7 +101,7 @@ fn write_until_killed(path: &Path) {
                 let ledger = ledger.clone();
                 tokio::spawn(async move {
                     for n in (start + task..).step_by(64) {
-                        let mut revision = ledger.enter(long(n, 16_000)).await.unwrap();
+                        let mut revision = ledger.enter(long(n, 200)).await.unwrap();
                         say("entered", n);
                         if n / 64 % 8 == 1 {
                             revision = ledger.claim(id(n), revision).await.unwrap();

@@ -58,7 +58,7 @@ use std::{
     path::Path,
     sync::Arc,
     thread::{self, ThreadId},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 use tokio::time::Instant;
@@ -66,14 +66,12 @@ use tokio::time::Instant;
 use self::{
     disk::{Disk, FileDisk},
     format::{MOST_ENTRY, Owner, Record, millis},
-    writer::{Shared, Undo, Writer},
+    writer::{Limits, Shared, Undo, Writer},
 };
 use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, this_run};
 
 /// How long the words of a state may be.
 const MOST_WORDS: usize = 1024;
-/// How long a ledger that failed refuses before it tries to write a new file.
-const REPAIR_AFTER: Duration = Duration::from_secs(1);
 
 /// A ledger in a file that survives a crash of the process and of the machine, for one process at a time. A
 /// clone is the same ledger.
@@ -132,7 +130,7 @@ type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
 #[derive(Clone)]
 pub struct DurableLedgerOptions {
     clock: Clock,
-    repair_after: Duration,
+    limits: Limits,
 }
 
 // ===== impl DurableLedgerOptions =====
@@ -141,6 +139,13 @@ impl DurableLedgerOptions {
     /// Where the times of entries come from, by default the system's clock.
     pub fn wall_clock(mut self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
         self.clock = Arc::new(clock);
+        self
+    }
+
+    /// Before the file is that long it is not written anew. For tests.
+    #[doc(hidden)]
+    pub fn compact_above(mut self, bytes: u64) -> Self {
+        self.limits.compact_above = bytes;
         self
     }
 
@@ -160,7 +165,7 @@ impl DurableLedgerOptions {
             tracing::warn!(target: "goaround", bytes = dropped, "the ledger's end was torn, and is dropped");
         }
         book.adopt(Instant::now());
-        let shared = Shared::new(book, self.repair_after);
+        let shared = Shared::new(book, self.limits);
         let writer = Writer::start(Arc::clone(&shared), disk)?;
         let thread = thread::Builder::new().name("goaround-ledger".into());
         let thread = thread.spawn(|| writer.run()).map_err(|error| LedgerError::Unavailable(error.into()))?;
@@ -171,7 +176,7 @@ impl DurableLedgerOptions {
 
 impl Default for DurableLedgerOptions {
     fn default() -> Self {
-        Self { clock: Arc::new(SystemTime::now), repair_after: REPAIR_AFTER }
+        Self { clock: Arc::new(SystemTime::now), limits: Limits::default() }
     }
 }
 
