@@ -84,6 +84,7 @@ const MOST_WORDS: usize = 1024;
 ///   lists all that is not settled, with the server processes of its run, and such an entry blocks its
 ///   conflict key. [`orphaned`](Entry::orphaned) is when it was opened, except for entries of this very
 ///   process, whose connections may live on. Of the writes entered since, it lists those in doubt.
+/// - A write whose caller stops waiting for `enter` is settled as not landed: it was not handed over.
 /// - It holds 10,000 writes that are not settled, of 64 KiB each and 64 MiB together, and then refuses
 ///   ([`LedgerError::Full`], [`LedgerError::TooLong`]). What was settled by somebody's word is kept, the last
 ///   1,000 of it ([`settled_by_hand`](Self::settled_by_hand)). Words of a state beyond 1,024 bytes are cut.
@@ -243,10 +244,7 @@ impl Ledger for DurableLedger {
     async fn enter(&self, mut entry: Entry) -> Result<u64, LedgerError> {
         entry.state = clipped(entry.state);
         entry.orphaned = None;
-        let line = Record::Entry(Cow::Borrowed(&entry)).line()?;
-        if line.len() > MOST_ENTRY {
-            return Err(LedgerError::TooLong { bytes: line.len(), most: MOST_ENTRY });
-        }
+        let line = bounded(Record::Entry(Cow::Borrowed(&entry)).line()?)?;
         let (id, bytes) = (entry.id, line.len());
         let (revision, pending) = self.0.shared.synced(line, |book| {
             book.admit(&entry, bytes)?;
@@ -299,8 +297,7 @@ impl Ledger for DurableLedger {
 
     async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
         let owner = Owner(this_run());
-        let record = Record::Server { owner, server: Cow::Borrowed(&server) };
-        let line = record.line()?;
+        let line = bounded(Record::Server { owner, server: Cow::Borrowed(&server) }.line()?)?;
         let servers = self.0.shared.lock().book.servers(owner);
         let gone: Vec<_> = servers.into_iter().filter(ServerProcess::is_gone).collect();
         let (_, pending) = self.0.shared.synced(line, |book| {
@@ -345,6 +342,14 @@ impl Drop for Unsent<'_> {
         if let Some(id) = self.id {
             self.ledger.abandon(id, State::not_done("its caller left before it was entered"));
         }
+    }
+}
+
+/// That line, if it is no longer than one may be.
+fn bounded(line: Vec<u8>) -> Result<Vec<u8>, LedgerError> {
+    match line.len() {
+        bytes if bytes > MOST_ENTRY => Err(LedgerError::TooLong { bytes, most: MOST_ENTRY }),
+        _ => Ok(line),
     }
 }
 

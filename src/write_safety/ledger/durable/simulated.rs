@@ -39,6 +39,8 @@ enum Fault {
     Sync,
     /// A sync fails, once, and no new file can be written.
     SyncAndReplace,
+    /// No new file can be written.
+    Replace,
     /// The new file is there, but it is not sure that it stays.
     Uncertain,
 }
@@ -122,7 +124,7 @@ impl Disk for Simulated {
             Some(Fault::Full(most)) if new.len() > most => {
                 return Err(ReplaceError::Untouched(io::ErrorKind::StorageFull.into()));
             }
-            Some(Fault::SyncAndReplace) => {
+            Some(Fault::SyncAndReplace | Fault::Replace) => {
                 return Err(ReplaceError::Untouched(io::Error::other("the disk is broken")));
             }
             _ => {}
@@ -507,6 +509,32 @@ async fn a_new_file_that_may_not_be_there_after_a_crash_is_not_gone_on_with() {
     drop(ledger);
     let found = unsettled(&disk.now());
     assert!(found.contains_key(&1) && found.contains_key(&5) && !found.contains_key(&2));
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_made_shorter_is_gone_on_with() {
+    let disk = Simulated::default();
+    let ledger = open(&disk);
+    disk.fault(Fault::Replace);
+    let long = |n| Entry { arguments: Some("x".repeat(1_000)), ..entry(n) };
+    for n in 0..60 {
+        let revision = ledger.enter(long(n)).await.unwrap();
+        ledger.settle(id(n), revision, State::Answered).await.unwrap();
+    }
+    let length = disk.now().len();
+    assert!(length > 60_000 && unsettled(&disk.now()).len() <= 1);
+    disk.fault(None);
+    for n in 100..170 {
+        ledger.enter(long(n)).await.unwrap();
+        ledger.forget(id(n), "jane").await.unwrap();
+    }
+    assert!(disk.now().len() < length);
+    assert!(matches!(
+        ledger.enter(Entry { arguments: Some("x".repeat(70_000)), ..entry(200) }).await,
+        Err(LedgerError::TooLong { .. })
+    ));
+    let server = ServerProcess { machine: Some("x".repeat(2 << 20)), ..server(1) };
+    assert!(matches!(ledger.started(server).await, Err(LedgerError::TooLong { .. })));
 }
 
 #[tokio::test]
