@@ -255,6 +255,8 @@ pub struct CallContext {
     /// Whether a write-safety layer that may replay the call has it already: of nested ones only that one
     /// settles doubts.
     pub(crate) guarded: bool,
+    /// Whether the stack has asked the classifier, so that its write-safety layer need not.
+    pub(crate) judged: bool,
     effect: Option<(Effect, Basis)>,
 }
 
@@ -403,6 +405,7 @@ impl CallContext {
             by_default: self.by_default,
             entered: self.entered,
             guarded: self.guarded,
+            judged: self.judged,
             effect: self.effect,
         }
     }
@@ -421,8 +424,8 @@ impl CallContext {
             && self.deadline == other.deadline
             && self.attempt_until == other.attempt_until
             && self.effect == other.effect
-            && (self.by_default, self.entered, self.guarded)
-                == (other.by_default, other.entered, other.guarded)
+            && (self.by_default, self.entered, self.guarded, self.judged)
+                == (other.by_default, other.entered, other.guarded, other.judged)
     }
 }
 

@@ -129,9 +129,30 @@ impl<S> DeadlineService<S> {
         }
     }
 
+    /// The inner service, and what this layer does to a call before it gives it to that.
+    #[inline]
+    pub(crate) fn parts(&mut self) -> (&mut S, Door<'_>) {
+        (&mut self.inner, Door { default: self.default, events: &self.events, ids: &mut self.ids })
+    }
+}
+
+/// Where a call enters the layer.
+pub(crate) struct Door<'a> {
+    default: layer::Default,
+    events: &'a Events,
+    ids: &'a mut CallIds,
+}
+
+impl Door<'_> {
+    /// Whether the layer is the call's outermost one.
+    #[inline]
+    pub(crate) fn enter(&mut self, context: &mut CallContext) -> bool {
+        event::enter(context, self.ids, self.events)
+    }
+
     /// Settles the call's deadline; `Err` if it has passed already, or nothing bounds an idle limit.
     #[inline]
-    fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
+    pub(crate) fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
         let own = context.deadline();
         if own == Deadline::Never && !context.by_default {
             return bounded(context);
@@ -174,9 +195,10 @@ where
     fn call(&mut self, mut request: Req) -> Self::Future {
         let effect = effect_of(&request);
         let context = request.context_mut();
-        let report = event::enter(context, &mut self.ids, &self.events).then(|| Report::of(context));
-        match self.settle(context) {
-            Ok(until) => ResponseFuture::new(self.inner.call(request), until, effect, report),
+        let (inner, mut door) = self.parts();
+        let report = door.enter(context).then(|| Report::of(context));
+        match door.settle(context) {
+            Ok(until) => ResponseFuture::new(inner.call(request), until, effect, report),
             Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
         }
     }

@@ -129,6 +129,16 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
+    /// What says what a call is taken for.
+    pub(crate) fn classifier(&self) -> Option<&Classifier<Req>> {
+        self.config.classify.as_ref()
+    }
+
+    /// The inner service.
+    pub(crate) fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
     /// What that call is taken for, and who says so.
     pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
         let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
@@ -152,7 +162,8 @@ where
     }
 
     fn call(&mut self, mut request: Req) -> Self::Future {
-        if let Some(classify) = &self.config.classify
+        if !std::mem::take(&mut request.context_mut().judged)
+            && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
         {
             request.context_mut().stamp(effect, basis);
