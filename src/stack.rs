@@ -24,7 +24,7 @@ use crate::{
     Basis, BoxError, Call, CallError, Deadline, DeadlineLayer, DeadlineService, Effect, InDoubt, Reconnect,
     ReconnectHandle, ReconnectLayer, Refusal, Retry, RetryReadOnly, RetryReadOnlyLayer, Verdict, WriteSafety,
     WriteSafetyLayer,
-    call::effect_of,
+    call::{effect_of, replica},
     census::{AnySeat, Census, Seat, drain},
     connection::{Classifier, classifier_of, validate},
     deadline,
@@ -220,7 +220,6 @@ where
     if !effect.is_write()
         && retry.is_plain()
         && let Some(local) = retry.get_ref().ready_for_read()
-        && let Some(mut kept) = request.try_clone()
     {
         let lane = match &ways.lane {
             Some(lane) if lane.is_on(local) => Arc::clone(lane),
@@ -245,18 +244,21 @@ where
         if let Err(error) = door.settle(context) {
             return ResponseFuture::refused(error.of_call(request.method(), effect));
         }
-        *kept.context_mut() = context.for_attempt();
-        if let Some(connection) = retry.inner_mut().take_ready() {
+        if let Some(kept) = replica(&request)
+            && let Some(connection) = retry.inner_mut().take_ready()
+        {
             let direct = Direct::new(connection.call(request), lane, kept, outermost);
             return ResponseFuture { kind: Kind::Direct { direct } };
         }
+        // It can be sent only once. The layers have not seen it yet.
+        request.context_mut().set_entered(!outermost);
     }
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
     if seat.shared.closing.load(Ordering::Acquire) {
         return ResponseFuture::shut_down(&request, effect);
     }
-    request.context_mut().judged = judged;
+    request.context_mut().set_judged(judged);
     ResponseFuture { kind: Kind::Layered { future: ways.layers.call(request), seat } }
 }
 

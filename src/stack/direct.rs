@@ -195,3 +195,214 @@ where
         Some(deadline::ResponseFuture::resumed(passing, timer, until, Effect::ReadOnly, report))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        collections::VecDeque,
+        future::{pending, ready},
+        sync::Mutex,
+        time::Duration,
+    };
+
+    use tokio_test::task::spawn;
+    use tower::{ServiceBuilder, ServiceExt, service_fn};
+
+    use super::*;
+    use crate::{
+        Closure, DeadlineLayer, ReconnectLayer, RetryReadOnly, RetryReadOnlyLayer, Stack, Tagged,
+        WriteSafetyLayer, connection::BoxFuture, event::Event,
+    };
+
+    /// How an attempt ends.
+    #[derive(Clone, Copy, Debug)]
+    enum Way {
+        Answer,
+        Hangs,
+        AnswersLate,
+        Refused,
+        Fails,
+        Closes,
+        ClosesUnsent,
+        ServerError,
+    }
+
+    const WAYS: [Way; 8] = [
+        Way::Answer,
+        Way::Hangs,
+        Way::AnswersLate,
+        Way::Refused,
+        Way::Fails,
+        Way::Closes,
+        Way::ClosesUnsent,
+        Way::ServerError,
+    ];
+
+    type Script = Arc<Mutex<VecDeque<Way>>>;
+    type Log = Arc<Mutex<Vec<serde_json::Value>>>;
+    type Answer = BoxFuture<Result<u8, CallError>>;
+
+    #[derive(Clone)]
+    struct Scripted(Script);
+
+    impl Service<Tagged<u8>> for Scripted {
+        type Response = u8;
+        type Error = CallError;
+        type Future = Answer;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, request: Tagged<u8>) -> Answer {
+            let way = self.0.lock().unwrap().pop_front().unwrap_or(Way::Answer);
+            Box::pin(async move {
+                match way {
+                    Way::Answer => Ok(*request),
+                    Way::Hangs => pending().await,
+                    Way::AnswersLate => {
+                        tokio::time::sleep(Duration::from_millis(10)).await;
+                        Ok(*request)
+                    }
+                    Way::Refused => Err(CallError::not_processed("busy").after(Duration::from_millis(5))),
+                    Way::Fails => Err(CallError::ambiguous("reset")),
+                    Way::Closes => Err(CallError::ambiguous("closed")
+                        .at_closure(&Closure::new("closed"))
+                        .connection_lost()),
+                    Way::ClosesUnsent => {
+                        Err(CallError::not_sent("dead").connection_lost().with_request(request))
+                    }
+                    Way::ServerError => Err(CallError::answered("no such row")),
+                }
+            })
+        }
+    }
+
+    fn connector(
+        script: &Script,
+    ) -> impl Service<(), Response = Scripted, Error = CallError, Future: Send> + Send + use<> {
+        let script = Arc::clone(script);
+        service_fn(move |()| ready(Ok(Scripted(Arc::clone(&script)))))
+    }
+
+    fn retries() -> RetryReadOnlyLayer {
+        let waits = backon::ConstantBuilder::new().with_delay(Duration::from_millis(7)).without_max_times();
+        RetryReadOnly.attempts(3).backoff(waits)
+    }
+
+    fn sink(log: &Log) -> impl Fn(Event<'_>) + Send + Sync + use<> {
+        let log = Arc::clone(log);
+        move |event| log.lock().unwrap().push(serde_json::to_value(event).unwrap())
+    }
+
+    /// Makes the calls of a script, after a first one that is answered; what came of each, and what was reported.
+    async fn run(
+        mut service: impl Service<Tagged<u8>, Response = u8, Error = CallError>,
+        script: &Script,
+        log: &Log,
+        ways: &[Way],
+    ) -> (Vec<String>, Vec<serde_json::Value>) {
+        let mut seen = Vec::new();
+        for call in 0..3 {
+            let request = Tagged::new(call, Effect::ReadOnly).within(Duration::from_millis(100));
+            let start = tokio::time::Instant::now();
+            let result = service.ready().await.unwrap().call(request).await;
+            let said = match result {
+                Ok(answer) => format!("{answer}"),
+                Err(error) => format!("{error} {:?} {:?}", error.outcome(), error.attempts()),
+            };
+            seen.push(format!("{said} after {:?}", start.elapsed()));
+            if call == 0 {
+                script.lock().unwrap().extend(ways);
+            }
+        }
+        script.lock().unwrap().clear();
+        let mut events = std::mem::take(&mut *log.lock().unwrap());
+        for event in &mut events {
+            event.as_object_mut().unwrap().remove("call");
+        }
+        (seen, events)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_short_way_and_the_layers_say_the_same_of_every_call() {
+        for first in WAYS {
+            for second in WAYS {
+                for third in WAYS {
+                    let ways = [first, second, third];
+                    let (script, log) = (Script::default(), Log::default());
+                    let stack = Stack::builder(connector(&script))
+                        .retry(retries())
+                        .on_event(sink(&log))
+                        .deadline(Duration::from_secs(30))
+                        .build()
+                        .unwrap();
+                    let short = run(stack, &script, &log, &ways).await;
+
+                    let (script, log) = (Script::default(), Log::default());
+                    let layers = ServiceBuilder::new()
+                        .layer(DeadlineLayer::new(Duration::from_secs(30)).on_event(sink(&log)))
+                        .layer(WriteSafetyLayer::refuse().on_event(sink(&log)))
+                        .layer(retries().on_event(sink(&log)))
+                        .layer(ReconnectLayer::once().on_event(sink(&log)))
+                        .service(connector(&script));
+                    let long = run(layers, &script, &log, &ways).await;
+                    assert_eq!(short, long, "{ways:?}");
+                }
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_read_on_the_short_way_is_in_flight_until_it_ends() {
+        let (script, layer) = (Script::default(), ReconnectLayer::once());
+        let handle = layer.handle();
+        let mut stack = Stack::builder(connector(&script)).reconnect(layer).build().unwrap();
+        let read = || Tagged::new(1, Effect::ReadOnly).within(Duration::from_millis(50));
+        stack.ready().await.unwrap().call(read()).await.unwrap();
+
+        script.lock().unwrap().extend([Way::Hangs, Way::Fails, Way::Hangs, Way::Hangs]);
+        let mut hangs = spawn(stack.ready().await.unwrap().call(read()));
+        assert!(hangs.poll().is_pending());
+        assert!(stack.lock().lane.is_some());
+        assert_eq!((stack.in_flight(), handle.in_flight()), (1, 1));
+        // One that has failed and is tried again is one, too.
+        let mut again = spawn(stack.ready().await.unwrap().call(read()));
+        assert!(again.poll().is_pending());
+        assert_eq!(stack.in_flight(), 2);
+        // Of another clone, which is gone.
+        let mut clone = stack.clone();
+        let mut third = spawn(clone.ready().await.unwrap().call(read()));
+        assert!(third.poll().is_pending());
+        drop(clone);
+        assert_eq!(stack.in_flight(), 3);
+        drop(third);
+        assert_eq!(stack.in_flight(), 2);
+        drop(again);
+        assert_eq!((stack.in_flight(), handle.in_flight()), (1, 1));
+
+        let mut shutdown = spawn(stack.shutdown(Duration::from_secs(1)));
+        assert!(shutdown.poll().is_pending());
+        drop(hangs);
+        assert!(shutdown.is_woken());
+        assert!(matches!(shutdown.poll(), Poll::Ready(0)));
+        drop(shutdown);
+        let refused = stack.ready().await.unwrap().call(read()).await.unwrap_err();
+        assert_eq!(refused.delivery(), Delivery::NotSent);
+    }
+
+    #[tokio::test]
+    async fn a_read_that_can_be_sent_only_once_goes_the_long_way_once() {
+        let script = Script::default();
+        let log = Log::default();
+        let mut stack =
+            Stack::builder(connector(&script)).on_event(sink(&log)).retry(retries()).build().unwrap();
+        stack.ready().await.unwrap().call(Tagged::new(1, Effect::ReadOnly)).await.unwrap();
+        script.lock().unwrap().push_back(Way::Fails);
+        let once = Tagged::once(2, |_| Effect::ReadOnly);
+        let error = stack.ready().await.unwrap().call(once).await.unwrap_err();
+        assert_eq!(error.attempts().len(), 1);
+        assert!(log.lock().unwrap().is_empty());
+        assert_eq!(stack.in_flight(), 0);
+    }
+}

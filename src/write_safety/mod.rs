@@ -162,7 +162,7 @@ where
     }
 
     fn call(&mut self, mut request: Req) -> Self::Future {
-        if !std::mem::take(&mut request.context_mut().judged)
+        if !request.context_mut().take_judged()
             && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
         {
@@ -181,7 +181,7 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() || context.guarded {
+        if !effect.is_write() || context.is_guarded() {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
@@ -189,7 +189,7 @@ where
         if let Some(outer) = context.activity() {
             outer.take_over();
         }
-        context.guarded = self.config.may_replay();
+        context.set_guarded(self.config.may_replay());
 
         let lane = Arc::clone(self.lane.get_or_insert_with(|| {
             Arc::new(Lane {
