@@ -106,7 +106,7 @@ where
     }
 
     #[inline(always)]
-    pub(super) fn read(
+    pub(crate) fn read(
         future: S::Future,
         handle: Arc<Handle<S>>,
         kept: Req,
@@ -485,9 +485,7 @@ impl<S, Req: Call> Read<S, Req> {
     /// Pays the budget back, and reports a success that took more than one attempt.
     #[inline]
     fn succeeded(&mut self) {
-        if let Some(budget) = &self.handle.options.budget {
-            budget.deposit();
-        }
+        self.handle.deposit();
         if let Some(progress) = self.progress.take() {
             self.succeeded_at_last(*progress);
         }
