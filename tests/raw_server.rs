@@ -130,6 +130,7 @@ async fn scripted_bytes_are_sent_as_they_are_with_the_requests_own_ids_in_them()
         .chunk(": a comment\r\n")
         .chunk("data: $ID $STRING $TOKEN\n")
         .chunk("\n")
+        .crumbs("$CALL")
         .end_of_chunks()
         .close();
     server.on(On::Tool("append"), reply);
@@ -139,6 +140,7 @@ async fn scripted_bytes_are_sent_as_they_are_with_the_requests_own_ids_in_them()
         "d\r\n: a comment\r\n\r\n",
         "10\r\ndata: 41 \"41\" 7\n\r\n",
         "1\r\n\n\r\n",
+        "1\r\n4\r\n1\r\n1\r\n",
         "0\r\n\r\n"
     );
     assert_eq!(text, expected);

@@ -37,6 +37,8 @@ enum Step {
     Bytes(Vec<u8>),
     /// As one chunk of the transfer encoding.
     Chunk(Vec<u8>),
+    /// A chunk for each byte.
+    Crumbs(Vec<u8>),
     Wait(Duration),
     /// Until a test opens it.
     Gate(Gate),
@@ -53,7 +55,7 @@ enum Step {
 }
 
 /// The bytes and events of one answer, in their order. In text, `$ID` stands for the request's id, `$STRING` for
-/// the id as a string, `$TOKEN` for its progress token.
+/// the id as a string, `$TOKEN` for its progress token, `$CALL` for the id of the last call of a tool.
 #[derive(Clone, Default)]
 pub struct Reply(Vec<Step>);
 
@@ -140,6 +142,11 @@ impl Reply {
         self.then(Step::Chunk(bytes.into()))
     }
 
+    /// A chunk for each byte.
+    pub fn crumbs(self, bytes: impl Into<Vec<u8>>) -> Self {
+        self.then(Step::Crumbs(bytes.into()))
+    }
+
     /// The chunk that says that there are no more.
     pub fn end_of_chunks(self) -> Self {
         self.bytes("0\r\n\r\n")
@@ -199,6 +206,8 @@ pub struct Seen {
     pub headers: Vec<(String, String)>,
     pub session: Option<String>,
     pub message: Value,
+    /// The id of the last call of a tool, up to this.
+    pub last_call: Value,
 }
 
 impl Seen {
@@ -250,6 +259,7 @@ impl Seen {
         text.replace("$ID", &id.to_string())
             .replace("$STRING", &Value::from(string).to_string())
             .replace("$TOKEN", &token.to_string())
+            .replace("$CALL", &self.last_call.to_string())
             .into_bytes()
     }
 }
@@ -304,6 +314,7 @@ struct State {
     unknown_session: Reply,
     scripts: VecDeque<Script>,
     seen: Vec<Seen>,
+    last_call: Value,
     /// Requests whose clients went while the answer was outstanding, by their number.
     left: Vec<usize>,
     effects: Vec<String>,
@@ -335,6 +346,7 @@ impl Server {
             unknown_session: session_not_found(),
             scripts: VecDeque::new(),
             seen: Vec::new(),
+            last_call: Value::Null,
             left: Vec::new(),
             effects: Vec::new(),
         };
@@ -495,6 +507,10 @@ impl Shared {
     fn reply(&self, mut seen: Seen) -> (Seen, Reply) {
         let mut state = self.state();
         seen.nth = state.seen.len();
+        if seen.tool().is_some() {
+            state.last_call = seen.id().clone();
+        }
+        seen.last_call = state.last_call.clone();
         state.seen.push(seen.clone());
         let scripted = state.scripts.iter().position(|script| script.on.matches(&seen));
         let reply = match scripted {
@@ -666,7 +682,17 @@ async fn read_request(stream: &mut TcpStream, buffer: &mut Vec<u8>, connection: 
     };
     let session = header("mcp-session-id").map(str::to_owned);
     let message = serde_json::from_slice(&body).unwrap_or_default();
-    Some(Seen { nth: 0, connection, at: Instant::now(), verb, path, session, headers, message })
+    Some(Seen {
+        nth: 0,
+        connection,
+        at: Instant::now(),
+        verb,
+        path,
+        session,
+        headers,
+        message,
+        last_call: Value::Null,
+    })
 }
 
 async fn read_more(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<()> {
@@ -720,6 +746,11 @@ async fn play(stream: &mut TcpStream, reply: Reply, seen: &Seen, shared: &Shared
             }
             Step::Bytes(bytes) => drop(stream.write_all(&seen.fill(&bytes)).await),
             Step::Chunk(bytes) => drop(write_chunk(stream, &seen.fill(&bytes)).await),
+            Step::Crumbs(bytes) => {
+                for byte in seen.fill(&bytes) {
+                    let _ = write_chunk(stream, &[byte]).await;
+                }
+            }
             Step::Wait(wait) => sleep(wait).await,
             Step::Gate(gate) => gate.0.acquire().await.expect("it is never closed").forget(),
             Step::Execute => {
