@@ -85,18 +85,18 @@ const REFUSED: Ends = Ends {
     absent: "not done: append s1",
 };
 /// The same, and a repetition cannot help.
-const FORBIDDEN: Ends =
-    Ends { read: "not done: lines s1", write: "not done: append s1", landed: "", absent: "not done: append s1" };
+const FORBIDDEN: Ends = Ends {
+    read: "not done: lines s1",
+    write: "not done: append s1",
+    landed: "",
+    absent: "not done: append s1",
+};
 /// The server's own error.
 const ERROR: Ends =
     Ends { read: "error: lines s1", write: "error: append s1", landed: "", absent: "error: append s1" };
 /// The server's own result.
-const FINE: Ends = Ends {
-    read: "ok: lines s1",
-    write: "ok: append s1",
-    landed: "ok: append s1",
-    absent: "ok: append s1",
-};
+const FINE: Ends =
+    Ends { read: "ok: lines s1", write: "ok: append s1", landed: "ok: append s1", absent: "ok: append s1" };
 
 struct Row {
     /// What the server answers to the call.
@@ -434,8 +434,7 @@ async fn every_answer_to_a_call_ends_it_as_the_table_says_and_no_write_runs_twic
             });
         }
     }
-    let mut wrong: Vec<String> =
-        flights.join_all().await.into_iter().filter_map(Result::err).collect();
+    let mut wrong: Vec<String> = flights.join_all().await.into_iter().filter_map(Result::err).collect();
     wrong.sort();
     assert!(wrong.is_empty(), "{} flights went wrong:\n{}", wrong.len(), wrong.join("\n"));
 }
@@ -455,20 +454,21 @@ async fn without_sessions_and_in_the_newer_era_a_lost_answer_is_judged_the_same(
     let eras = [
         (Era::NoSessions, rmcp::service::ClientLifecycleMode::Initialize),
         (Era::Modern, modern()),
-        (Era::Modern, rmcp::service::ClientLifecycleMode::Auto {
-            preferred_versions: vec![],
-            minimum_legacy_version: rmcp::model::ProtocolVersion::V_2025_03_26,
-        }),
+        (
+            Era::Modern,
+            rmcp::service::ClientLifecycleMode::Auto {
+                preferred_versions: vec![rmcp::model::ProtocolVersion::V_2026_07_28],
+                legacy_version: None,
+            },
+        ),
     ];
     for (era, lifecycle) in eras {
         for (name, reply) in lost() {
             let what = format!("{era:?}, {lifecycle:?}, {name}");
             let flight = async {
                 let server = Server::of(era).await;
-                let client = builder(http(&server).lifecycle(lifecycle.clone()))
-                    .check(check)
-                    .build()
-                    .unwrap();
+                let client =
+                    builder(http(&server).lifecycle(lifecycle.clone())).check(check).build().unwrap();
                 assert_eq!(word(&client.send(lines()).await), "ok", "{what}");
                 let before = server.seen().len();
                 server.on(On::Tool("lines"), reply.clone());
@@ -682,11 +682,14 @@ async fn a_lost_answer_hurts_no_sibling_and_rebuilds_nothing() {
     let gate = Gate::new();
     let (mut siblings, mut expected) = (Vec::new(), Vec::new());
     for nth in 0..4 {
-        server.on(On::Tool("append"), Reply::new().gate(&gate).executes().then_http(
-            "200 OK",
-            &[JSON],
-            format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended()),
-        ));
+        server.on(
+            On::Tool("append"),
+            Reply::new().gate(&gate).executes().then_http(
+                "200 OK",
+                &[JSON],
+                format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended()),
+            ),
+        );
         siblings.push(spawn(&client, append(&nth.to_string())));
         expected.push(nth.to_string());
         server.until_called("append", nth + 1).await;
@@ -789,7 +792,8 @@ async fn events_are_read_whatever_their_form_and_borders() {
         ("empty lines before it", format!("\n\n\n{event}")),
         ("another event's name before it", format!("event: ping\ndata: 2026-11-29T00:00:00Z\n\n{event}")),
         ("a notification before it", {
-            let log = r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}"#;
+            let log =
+                r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}"#;
             format!("data: {log}\n\n{event}")
         }),
         ("another's answer before it", {
@@ -811,7 +815,8 @@ async fn events_are_read_whatever_their_form_and_borders() {
             let result = bounded(form, client.send(lines())).await;
             let attempts = server.calls("lines").len() - before;
             let read = result.as_ref().ok().and_then(told);
-            if read.as_deref() != Some(&["ä".to_owned(), "€".to_owned(), "𝄞".to_owned()]) || attempts != 1 {
+            if read.as_deref() != Some(&["ä".to_owned(), "€".to_owned(), "𝄞".to_owned()]) || attempts != 1
+            {
                 wrong.push(format!("{form}, {borders}: {attempts} attempts, {result:?}"));
             }
         }
@@ -890,8 +895,12 @@ async fn a_resumption_never_outlives_its_call_or_its_session() {
     server.on(On::Tool("append"), primed("old").after_the_effect().forgets());
     let write = bounded("forgotten", client.send(append("a"))).await;
     assert_eq!(word(&write), "done", "{write:?}");
-    let of_the_new = server.seen().iter().filter(|seen| seen.session.as_deref() == Some("s2"))
-        .filter(|seen| seen.header("last-event-id").is_some()).count();
+    let of_the_new = server
+        .seen()
+        .iter()
+        .filter(|seen| seen.session.as_deref() == Some("s2"))
+        .filter(|seen| seen.header("last-event-id").is_some())
+        .count();
     assert_eq!((server.effects().len(), of_the_new), (1, 0));
 }
 
@@ -987,11 +996,14 @@ async fn a_server_that_is_slow_and_not_silent_keeps_its_session() {
     let client = Arc::new(builder(http(&server).probe_timeout(ms(1_000))).build().unwrap());
     connected(&server, &client).await;
     let gate = Gate::new();
-    server.on(On::Tool("append"), Reply::new().gate(&gate).then_http(
-        "200 OK",
-        &[JSON],
-        format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended()),
-    ));
+    server.on(
+        On::Tool("append"),
+        Reply::new().gate(&gate).then_http(
+            "200 OK",
+            &[JSON],
+            format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended()),
+        ),
+    );
     let sibling = spawn(&client, append("slow"));
     server.until_called("append", 1).await;
     for _ in 0..2 {
@@ -1063,8 +1075,11 @@ async fn what_was_sent_on_a_session_that_is_gone_is_not_cancelled_on_the_next() 
     let _ = sending.await;
     tokio::time::sleep(ms(200)).await;
     assert_eq!(word(&client.send(lines()).await), "ok");
-    let onto_the_new = server.requests("notifications/cancelled").into_iter()
-        .filter(|seen| seen.session.as_deref() != Some("s1")).count();
+    let onto_the_new = server
+        .requests("notifications/cancelled")
+        .into_iter()
+        .filter(|seen| seen.session.as_deref() != Some("s1"))
+        .count();
     assert_eq!((onto_the_new, server.sessions()), (0, 2));
 }
 
@@ -1075,9 +1090,13 @@ async fn a_late_answer_is_nobody_elses() {
     connected(&server, &client).await;
     let gate = Gate::new();
     let late = json!({ "content": [], "structuredContent": { "result": ["late"] } });
-    server.on(On::Tool("lines"), Reply::sse().gate(&gate).chunk(format!(
-        "data: {{\"jsonrpc\":\"2.0\",\"id\":$ID,\"result\":{late}}}\n\n"
-    )).end_of_chunks());
+    server.on(
+        On::Tool("lines"),
+        Reply::sse()
+            .gate(&gate)
+            .chunk(format!("data: {{\"jsonrpc\":\"2.0\",\"id\":$ID,\"result\":{late}}}\n\n"))
+            .end_of_chunks(),
+    );
     let first = bounded("late", client.send(lines().within(ms(200)))).await;
     assert_eq!(word(&first), "no answer", "{first:?}");
     let second = spawn(&client, lines());
@@ -1148,9 +1167,13 @@ async fn ten_megabytes_are_an_answer() {
 #[tokio::test]
 async fn a_redirect_is_a_clear_error_and_sends_nothing_elsewhere() {
     let elsewhere = Server::start().await;
-    for redirect in ["301 Moved Permanently", "302 Found", "303 See Other", "307 Temporary Redirect",
-        "308 Permanent Redirect"]
-    {
+    for redirect in [
+        "301 Moved Permanently",
+        "302 Found",
+        "303 See Other",
+        "307 Temporary Redirect",
+        "308 Permanent Redirect",
+    ] {
         let server = Server::start().await;
         let client = builder(http(&server)).build().unwrap();
         connected(&server, &client).await;
