@@ -9,7 +9,7 @@ use std::{fs, future::Future, path::PathBuf, sync::Arc, time::Duration};
 
 use goaround::{
     Call, WriteSafetyLayer,
-    sdk::{Client, Connector},
+    sdk::{Client, Connector, Request},
 };
 use lab::{Events, append, builder, check, check_without_a_word, lines, ms, word};
 use serde_json::{Value, json};
@@ -240,7 +240,7 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
     let events = Events::default();
     let client = builder(connector).deadline(ms(10_000)).writes(safety).on_event(events.sink());
     let client = client.build().map_err(|error| error.to_string())?;
-    if client.send(rmcp_ping()).await.is_err() {
+    if client.send(Request::ping()).await.is_err() {
         return Err("it does not start".to_owned());
     }
     let begin = Instant::now();
@@ -281,10 +281,6 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("{} ({column:?}): {}", row.fault, wrong.join("; "))),
     }
-}
-
-fn rmcp_ping() -> goaround::sdk::Request {
-    goaround::sdk::Request::ping()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
