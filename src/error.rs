@@ -594,6 +594,10 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
     if let Some(error) = error.downcast_ref::<crate::mcp::HandshakeError>() {
         return Some(error.to_string());
     }
+    #[cfg(feature = "rmcp")]
+    if let Some(text) = crate::sdk::safe_text(error) {
+        return Some(text);
+    }
     if let Some(error) = error.downcast_ref::<crate::mcp::tasks::Unfinished>() {
         return Some(error.to_string());
     }

@@ -43,7 +43,7 @@ use crate::{
     connection::{BoxFuture, Reaper},
     jsonrpc::{self, Builder, Handler, Process, Request},
 };
-use process::{End, Grace};
+use process::{End, Grace, Pipes};
 
 /// A connector that starts `command` for each connection.
 ///
@@ -264,10 +264,19 @@ impl Child {
 
     /// Starts a child and connects to it, without a handshake. `with` is the last word on the connection.
     pub(crate) fn open(&self, with: impl FnOnce(Builder) -> Builder) -> BoxFuture<Result<Opened, BoxError>> {
+        let builder = with(self.builder());
+        let starting = self.start();
+        Box::pin(async move {
+            let (pipes, process) = starting.await?;
+            Ok(Opened::new(builder.process(process).connect(pipes)))
+        })
+    }
+
+    /// Starts a child, once the last one is gone.
+    pub(crate) fn start(&self) -> BoxFuture<Result<(Pipes, Process), BoxError>> {
         let command = self.command.clone();
         let last = self.last.clone();
         let (grace, stderr_lines, ends_effects) = (self.grace, self.stderr_lines, self.exit_ends_effects);
-        let builder = with(self.builder());
         Box::pin(async move {
             let mut last = last.lock().await;
             let overlapped = match last.as_mut() {
@@ -287,7 +296,7 @@ impl Child {
                 overlapped,
             };
             *last = Some(started.end);
-            Ok(Opened::new(builder.process(process).connect(started.pipes)))
+            Ok((started.pipes, process))
         })
     }
 }
