@@ -25,7 +25,7 @@ mod unix {
         sdk::{self, Connector, Request},
     };
     use rmcp::{
-        model::{ClientInfo, ProtocolVersion},
+        model::{ClientConfig, ProtocolVersion},
         service::ClientLifecycleMode,
     };
 
@@ -70,14 +70,14 @@ mod unix {
         };
         let mut connector = match plan.reach {
             Reach::Stdio(command) => {
-                let connector = Connector::stdio(ClientInfo::default(), command);
+                let connector = Connector::stdio(ClientConfig::default(), command);
                 if plan.fenced { connector.exit_ends_effects() } else { connector }
             }
             Reach::Http(url) => {
                 if plan.fenced {
                     safety = safety.quarantine(Duration::from_millis(300));
                 }
-                Connector::http(ClientInfo::default(), url)
+                Connector::http(ClientConfig::default(), url)
             }
         };
         if plan.modern {
