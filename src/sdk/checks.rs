@@ -16,7 +16,7 @@ use crate::{
 /// there holds.
 ///
 /// ```
-/// use goaround::{Stack, mcp::{ToolRules, checks}, sdk::{self, Client, Connector}};
+/// use goaround::{Stack, WriteSafetyLayer, mcp::{ToolRules, checks}, sdk::{self, Client, Connector}};
 ///
 /// # fn build() -> Result<Client, goaround::BoxError> {
 /// let command = tokio::process::Command::new("mcp-server-filesystem");
@@ -28,7 +28,7 @@ use crate::{
 ///     .argument("/path", "/path")
 ///     .same("/content/0/text", "/content")
 ///     .absent_if_error_says("ENOENT");
-/// Ok(Stack::builder(files).check(sdk::check(check)).build()?)
+/// Ok(Stack::builder(files).writes(WriteSafetyLayer::new(sdk::check(check))).build()?)
 /// # }
 /// ```
 pub fn check(checks: impl Into<ReadBacks>) -> Check {
@@ -37,7 +37,7 @@ pub fn check(checks: impl Into<ReadBacks>) -> Check {
 
 /// A ready-made check of the SDK's requests. Made by [`check`].
 #[derive(Clone, Debug)]
-#[must_use = "give it to WriteSafetyLayer::new or StackBuilder::check"]
+#[must_use = "give it to WriteSafetyLayer::new"]
 pub struct Check(ReadBacks);
 
 impl EffectCheck<Request, ServerResult> for Check {

@@ -7,7 +7,10 @@ use std::{
     future::Future,
     mem,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -100,6 +103,8 @@ pub(super) struct Inner {
     catalog: Mutex<Option<Arc<Catalog>>>,
     /// Whether it is the first one of its connector.
     first: bool,
+    /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
+    has_handshake: AtomicBool,
 }
 
 /// What is known of the process at the other end.
@@ -133,6 +138,8 @@ struct State {
     pauses: HashMap<u64, Pause>,
     /// The cursors that this session has handed out.
     cursors: HashSet<String>,
+    /// What the last calls were lost by that were lost together, and the last one that was in flight then.
+    loss: Option<(u64, Closure)>,
 }
 
 // ===== impl Inner =====
@@ -165,6 +172,7 @@ impl Inner {
             process,
             catalog: Mutex::new(None),
             first,
+            has_handshake: AtomicBool::new(false),
         };
         (Arc::new(inner), exited)
     }
@@ -183,8 +191,12 @@ impl Inner {
 
     /// Whether each request stands for itself, as from 2026-07-28 on.
     pub(super) fn is_modern(&self) -> bool {
-        let info = self.peer.get().and_then(Peer::peer_info);
-        info.is_some_and(|info| !info.protocol_version.has_initialize())
+        !self.has_handshake.load(Ordering::Relaxed)
+    }
+
+    /// The SDK begins with the handshake, or falls back to it.
+    pub(super) fn shakes_hands(&self) {
+        self.has_handshake.store(true, Ordering::Relaxed);
     }
 
     // ----- what the transport tells
@@ -401,6 +413,20 @@ impl Inner {
         };
         drop(pause);
         self.stirred.notify_waiters();
+    }
+
+    /// By what a call was lost whose connection lives on. What was in flight when the first one was lost shares it:
+    /// a server that dies takes down many responses, and is one event.
+    fn lost(&self, exchange: &Exchange) -> Closure {
+        let mut state = self.lock();
+        if let Some((last, loss)) = &state.loss
+            && exchange.key <= *last
+        {
+            return loss.clone();
+        }
+        let loss = Closure::new("calls were lost");
+        state.loss = Some((state.last_key, loss.clone()));
+        loss
     }
 
     /// Whether what the call was taken for still holds on this connection.
@@ -815,7 +841,11 @@ impl Waiting {
             Ok(Ok(result)) => Poll::Ready(Ok(result)),
             Ok(Err(error)) => {
                 let bytes = inner.kind != Kind::Http;
-                let judged = judge(error, &self.exchange, bytes);
+                let (judged, is_lost) = judge(error, &self.exchange, bytes);
+                let judged = match is_lost {
+                    true => judged.lost_with(inner.lost(&self.exchange)),
+                    false => judged,
+                };
                 if judged.scope() == crate::Scope::Connection && bytes {
                     inner.close("the transport failed");
                 }

@@ -274,7 +274,7 @@ impl Service<()> for Connector {
             };
             let info = peer.peer_info();
             let protocol = info.as_ref().map(|info| &info.protocol_version);
-            memory.set_legacy(auto && protocol.is_some_and(|version| version.has_initialize()));
+            memory.set_legacy(auto && !inner.is_modern());
             let about = Peer {
                 server: info
                     .as_ref()

@@ -31,6 +31,21 @@ pub(super) enum Sight {
     SessionLost(Closure),
 }
 
+impl Sight {
+    /// Whether what ended the call is likely to have ended others: a server or its connection that is gone,
+    /// credentials that have run out.
+    fn may_be_shared(&self) -> bool {
+        match self {
+            Sight::NotSent(_) | Sight::Refreshed => true,
+            Sight::Odd(kind, _) => matches!(
+                kind,
+                HttpErrorKind::NoResponse | HttpErrorKind::BodyLost | HttpErrorKind::StreamEnded
+            ),
+            _ => false,
+        }
+    }
+}
+
 /// What was wrong with how an HTTP server answered a call. It is the [source](std::error::Error::source) of the
 /// [`CallError`], found by [`get_ref`](CallError::get_ref), and its own source is the SDK's error. Its text says
 /// nothing that the server or the caller supplied.
@@ -139,16 +154,21 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
 
 /// What a call's end by the SDK's error says, after what the transport saw of it.
 ///
-/// `bytes` says that the connection is one stream of bytes, which an error of the transport ends for all.
-pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> CallError {
+/// `bytes` says that the connection is one stream of bytes, which an error of the transport ends for all. Says too
+/// whether the call was lost by something that others may have been lost by.
+pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (CallError, bool) {
+    let mut is_lost = false;
     let judged = match exchange.take_sight() {
-        Some(sight) => seen(sight, Some(error)),
+        Some(sight) => {
+            is_lost = sight.may_be_shared();
+            seen(sight, Some(error))
+        }
         None => match error {
             ServiceError::McpError(data) if is_lost_with_its_session(&data) => {
                 CallError::ambiguous(ServiceError::McpError(data))
             }
             ServiceError::McpError(data) => CallError::server(server_error(data)),
-            ServiceError::TransportSend(error) => return unsent(error, exchange, bytes),
+            ServiceError::TransportSend(error) => return (unsent(error, exchange, bytes), false),
             // The response's stream has ended. A connection that has ended says so by dropping the call.
             ServiceError::TransportClosed => {
                 let source = HttpError::new(HttpErrorKind::StreamEnded, None);
@@ -157,7 +177,7 @@ pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> Ca
             other => CallError::ambiguous(other),
         },
     };
-    exchange.named(judged)
+    (exchange.named(judged), is_lost)
 }
 
 /// What the transport's own word says.

@@ -13,7 +13,7 @@ use std::{
 use bytes::BytesMut;
 use rmcp::{
     RoleClient,
-    model::{ClientJsonRpcMessage, RequestId, ServerJsonRpcMessage},
+    model::{ClientJsonRpcMessage, ClientRequest, RequestId, ServerJsonRpcMessage},
     transport::Transport,
 };
 use serde_json::value::RawValue;
@@ -125,6 +125,11 @@ impl Transport<RoleClient> for Witness {
         message: ClientJsonRpcMessage,
     ) -> impl Future<Output = Result<(), TransportError>> + Send + 'static {
         let exchange = Exchange::of(&message);
+        if let ClientJsonRpcMessage::Request(request) = &message
+            && matches!(request.request, ClientRequest::InitializeRequest(_))
+        {
+            self.inner.shakes_hands();
+        }
         if let (Some(exchange), ClientJsonRpcMessage::Request(request)) = (&exchange, &message) {
             if let RequestId::Number(id) = request.id {
                 exchange.set_id(id);
