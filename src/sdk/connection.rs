@@ -125,6 +125,8 @@ struct State {
     watched: HashMap<ProgressToken, u64>,
     remembered: Remembered,
     heard: u64,
+    /// The highest id of the SDK's requests so far.
+    last_id: i64,
     /// Whether a probe is under way, or has failed.
     suspected: bool,
     /// No call is taken any more.
@@ -237,9 +239,28 @@ impl Inner {
         self.lock().heard
     }
 
+    /// A request of whomever goes out with that id.
+    pub(super) fn numbered(&self, id: i64) {
+        let mut state = self.lock();
+        state.last_id = state.last_id.max(id);
+    }
+
+    /// Whether it is an answer to a request that there was. A server may answer all of them with no id or with one
+    /// of its own, and is then as good as silent.
+    fn is_heard(&self, message: &ServerJsonRpcMessage) -> bool {
+        let id = match message {
+            ServerJsonRpcMessage::Response(answer) => Some(&answer.id),
+            ServerJsonRpcMessage::Error(answer) => answer.id.as_ref(),
+            _ => return true,
+        };
+        id.and_then(number).is_some_and(|id| id <= self.lock().last_id)
+    }
+
     /// A message came from the server.
     pub(super) fn received(self: &Arc<Self>, message: &ServerJsonRpcMessage) {
-        self.heard();
+        if self.is_heard(message) {
+            self.heard();
+        }
         match message {
             ServerJsonRpcMessage::Response(answer) => self.answered(&answer.id, true),
             ServerJsonRpcMessage::Error(answer) => {
@@ -280,11 +301,7 @@ impl Inner {
     }
 
     fn answered(&self, id: &RequestId, success: bool) {
-        let id = match id {
-            RequestId::Number(id) => Some(*id),
-            RequestId::String(id) => id.parse().ok(),
-        };
-        let Some(id) = id else { return };
+        let Some(id) = number(id) else { return };
         let late = {
             let mut state = self.lock();
             state.sent.remove(&id);
@@ -506,6 +523,14 @@ impl Inner {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
+    }
+}
+
+/// The id as a number, as the SDK reads it: also where it was made a text.
+fn number(id: &RequestId) -> Option<i64> {
+    match id {
+        RequestId::Number(id) => Some(*id),
+        RequestId::String(id) => id.parse().ok(),
     }
 }
 
@@ -841,6 +866,14 @@ impl Waiting {
             Ok(Ok(result)) => Poll::Ready(Ok(result)),
             Ok(Err(error)) => {
                 let bytes = inner.kind != Kind::Http;
+                // A pipe that broke under the call has ended with what is known of the call's bytes, and the SDK
+                // tells of the same break.
+                if bytes
+                    && !matches!(error, ServiceError::McpError(_))
+                    && let Some(end) = self.exchange.poll_end(cx)
+                {
+                    return Poll::Ready(Err(end));
+                }
                 let (judged, is_lost) = judge(error, &self.exchange, bytes);
                 let judged = match is_lost {
                     true => judged.lost_with(inner.lost(&self.exchange)),

@@ -130,8 +130,11 @@ impl Transport<RoleClient> for Witness {
         {
             self.inner.shakes_hands();
         }
-        if let (Some(exchange), ClientJsonRpcMessage::Request(request)) = (&exchange, &message) {
-            if let RequestId::Number(id) = request.id {
+        if let ClientJsonRpcMessage::Request(request) = &message
+            && let RequestId::Number(id) = request.id
+        {
+            self.inner.numbered(id);
+            if let Some(exchange) = &exchange {
                 exchange.set_id(id);
                 self.inner.sending(exchange, id, token_of(&request.request));
             }
