@@ -619,8 +619,9 @@ impl State {
     }
 
     fn initialize(&mut self, seen: &Seen, era: Era) -> Reply {
+        let asked = seen.message["params"]["protocolVersion"].as_str().unwrap_or_default();
         let result = json!({
-            "protocolVersion": seen.message["params"]["protocolVersion"],
+            "protocolVersion": asked.min("2025-11-25"),
             "capabilities": { "tools": {} },
             "serverInfo": { "name": "raw", "version": "1" },
         });
