@@ -67,10 +67,8 @@ async fn client(url: &str) -> Result<(), BoxError> {
 // ===== The suite =====
 
 fn suite(arguments: &[String]) -> Result<(), BoxError> {
-    let folder = std::env::var_os("GOAROUND_CONFORMANCE").map_or_else(
-        || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target/conformance"),
-        PathBuf::from,
-    );
+    let folder = std::env::var_os("GOAROUND_CONFORMANCE")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target/conformance"), PathBuf::from);
     let names: Vec<&String> = arguments.iter().filter(|name| !name.starts_with('-')).collect();
     let mut wrong = Vec::new();
     for (scenario, checks) in SCENARIOS {
