@@ -48,6 +48,8 @@ use crate::{
 const MAX_REMEMBERED: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a process whose handshake it ended by its own end is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Why the server is told that nobody waits for an answer any more.
 const ABANDONED: &str = "nobody waits for the answer any more";
 
@@ -124,9 +126,9 @@ struct State {
     /// The calls that want to know of progress, by the SDK's tokens.
     watched: HashMap<ProgressToken, u64>,
     remembered: Remembered,
-    heard: u64,
-    /// The highest id of the SDK's requests so far.
+    /// The last id that the SDK gave to a request.
     last_id: i64,
+    heard: u64,
     /// Whether a probe is under way, or has failed.
     suspected: bool,
     /// No call is taken any more.
@@ -179,6 +181,15 @@ impl Inner {
         (Arc::new(inner), exited)
     }
 
+    /// Waits, within bounds, until the process is gone and its last words are known.
+    pub(super) async fn last_words(&self) -> Vec<String> {
+        if let Some(process) = &self.process {
+            let mut exit = process.exit.clone();
+            let _ = timeout(LAST_WORDS, exit.wait_for(Option::is_some)).await;
+        }
+        self.stderr()
+    }
+
     pub(super) fn stderr(&self) -> Vec<String> {
         self.process.as_ref().map_or_else(Vec::new, |process| (process.stderr)())
     }
@@ -218,6 +229,12 @@ impl Inner {
         }
     }
 
+    /// A request goes out with that id, be it a call's or not.
+    pub(super) fn numbered(&self, id: i64) {
+        let mut state = self.lock();
+        state.last_id = state.last_id.max(id);
+    }
+
     /// The call that went out with that id.
     pub(super) fn sent_as(&self, id: i64) -> Option<Arc<Exchange>> {
         self.lock().sent.get(&id).cloned()
@@ -239,28 +256,18 @@ impl Inner {
         self.lock().heard
     }
 
-    /// A request of whomever goes out with that id.
-    pub(super) fn numbered(&self, id: i64) {
-        let mut state = self.lock();
-        state.last_id = state.last_id.max(id);
-    }
-
-    /// Whether it is an answer to a request that there was. A server may answer all of them with no id or with one
-    /// of its own, and is then as good as silent.
-    fn is_heard(&self, message: &ServerJsonRpcMessage) -> bool {
-        let id = match message {
-            ServerJsonRpcMessage::Response(answer) => Some(&answer.id),
-            ServerJsonRpcMessage::Error(answer) => answer.id.as_ref(),
-            _ => return true,
-        };
-        id.and_then(number).is_some_and(|id| id <= self.lock().last_id)
-    }
-
     /// A message came from the server.
     pub(super) fn received(self: &Arc<Self>, message: &ServerJsonRpcMessage) {
-        if self.is_heard(message) {
-            self.heard();
+        let to_nothing = match message {
+            ServerJsonRpcMessage::Response(answer) => !self.has_asked(Some(&answer.id)),
+            ServerJsonRpcMessage::Error(answer) => !self.has_asked(answer.id.as_ref()),
+            _ => false,
+        };
+        // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
+        if to_nothing {
+            return;
         }
+        self.heard();
         match message {
             ServerJsonRpcMessage::Response(answer) => self.answered(&answer.id, true),
             ServerJsonRpcMessage::Error(answer) => {
@@ -301,7 +308,7 @@ impl Inner {
     }
 
     fn answered(&self, id: &RequestId, success: bool) {
-        let Some(id) = number(id) else { return };
+        let Some(id) = number_of(id) else { return };
         let late = {
             let mut state = self.lock();
             state.sent.remove(&id);
@@ -310,6 +317,12 @@ impl Inner {
         if let Some(late) = late.filter(|_| success) {
             late.emit();
         }
+    }
+
+    /// Whether a request with that id was ever sent.
+    fn has_asked(&self, id: Option<&RequestId>) -> bool {
+        let id = id.and_then(number_of);
+        id.is_some_and(|id| (0..=self.lock().last_id).contains(&id))
     }
 
     /// The server asks something of the user: calls that want it stand still.
@@ -523,14 +536,6 @@ impl Inner {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
-    }
-}
-
-/// The id as a number, as the SDK reads it: also where it was made a text.
-fn number(id: &RequestId) -> Option<i64> {
-    match id {
-        RequestId::Number(id) => Some(*id),
-        RequestId::String(id) => id.parse().ok(),
     }
 }
 
@@ -911,7 +916,10 @@ impl Waiting {
         }
         if exchange.frame.withdraw() {
             let error = if at_deadline {
-                self.handle.0.expired(exchange);
+                // A request that waits for its turn here says nothing of the server.
+                if self.handle.0.kind != Kind::Http || exchange.is_begun() {
+                    self.handle.0.expired(exchange);
+                }
                 CallError::deadline(Delivery::NotSent)
             } else {
                 CallError::attempt_timeout(Delivery::NotSent)
@@ -984,6 +992,14 @@ impl Drop for ResponseFuture {
 impl fmt::Debug for ResponseFuture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// The id as a number, as the SDK reads it: also where it was made a text.
+fn number_of(id: &RequestId) -> Option<i64> {
+    match id {
+        RequestId::Number(id) => Some(*id),
+        RequestId::String(id) => id.parse().ok(),
     }
 }
 

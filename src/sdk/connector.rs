@@ -269,7 +269,12 @@ impl Service<()> for Connector {
                 Ok(served) => served,
                 Err(error) => {
                     memory.set_legacy(false);
-                    return Err(InitializeError::new(error, inner.stderr()).into());
+                    let stderr = match &error {
+                        ClientInitializeError::ConnectionClosed(_)
+                        | ClientInitializeError::TransportError { .. } => inner.last_words().await,
+                        _ => inner.stderr(),
+                    };
+                    return Err(InitializeError::new(error, stderr).into());
                 }
             };
             let info = peer.peer_info();

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicI64, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
     },
     task::{Context, Waker},
 };
@@ -23,6 +23,7 @@ pub(super) struct Exchange {
     id: AtomicI64,
     /// How often the peer had been heard when the request was given away.
     heard: AtomicU64,
+    begun: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -53,6 +54,7 @@ impl Exchange {
             key,
             id: AtomicI64::new(-1),
             heard: AtomicU64::new(heard),
+            begun: AtomicBool::new(false),
             state: Mutex::default(),
         }
     }
@@ -84,6 +86,15 @@ impl Exchange {
 
     pub(super) fn set_heard(&self, heard: u64) {
         self.heard.store(heard, Ordering::Relaxed);
+    }
+
+    /// The transport has begun with it, though its frame may still be withdrawn.
+    pub(super) fn set_begun(&self) {
+        self.begun.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_begun(&self) -> bool {
+        self.begun.load(Ordering::Relaxed)
     }
 
     /// Marks that the transport accepted the last byte.

@@ -45,6 +45,8 @@ const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 const JSON: &str = "application/json";
 const EVENTS: &str = "text/event-stream";
 const BOTH: &str = "application/json, text/event-stream";
+/// How many requests may be on their way at once, unless the caller says so.
+const MAX_POSTS: usize = 1024;
 /// How long a session may take to answer whether it is there.
 const EXAMINE: Duration = Duration::from_secs(5);
 /// After how long a response stream is resumed whose server does not say, and at most.
@@ -182,6 +184,13 @@ pub(super) fn transport(
     let mut config = http.config.clone().reinit_on_expired_session(false);
     config.auth_header = None;
     config.retry_config = Arc::new(Listening);
+    // Sixteen calls that take long would keep the seventeenth waiting, and with it the question whether the server
+    // is there. Who limits them on purpose says another number.
+    if config.max_concurrent_requests
+        == StreamableHttpClientTransportConfig::default().max_concurrent_requests
+    {
+        config.max_concurrent_requests = MAX_POSTS;
+    }
     let client = Client {
         client,
         shared: Arc::new(Shared {
@@ -349,6 +358,9 @@ impl Client {
     }
 
     async fn post(&self, line: Line, letter: Letter) -> Result<StreamableHttpPostResponse, Failure> {
+        if let Some(exchange) = &letter.exchange {
+            exchange.set_begun();
+        }
         loop {
             let token = self.shared.credentials.current();
             let taken = Arc::new(AtomicBool::new(false));

@@ -125,21 +125,19 @@ impl Transport<RoleClient> for Witness {
         message: ClientJsonRpcMessage,
     ) -> impl Future<Output = Result<(), TransportError>> + Send + 'static {
         let exchange = Exchange::of(&message);
-        if let ClientJsonRpcMessage::Request(request) = &message
-            && matches!(request.request, ClientRequest::InitializeRequest(_))
-        {
-            self.inner.shakes_hands();
-        }
-        if let ClientJsonRpcMessage::Request(request) = &message
-            && let RequestId::Number(id) = request.id
-        {
-            self.inner.numbered(id);
-            if let Some(exchange) = &exchange {
-                exchange.set_id(id);
-                self.inner.sending(exchange, id, token_of(&request.request));
-            }
-        }
         match &message {
+            ClientJsonRpcMessage::Request(request) => {
+                if matches!(request.request, ClientRequest::InitializeRequest(_)) {
+                    self.inner.shakes_hands();
+                }
+                if let RequestId::Number(id) = request.id {
+                    self.inner.numbered(id);
+                    if let Some(exchange) = &exchange {
+                        exchange.set_id(id);
+                        self.inner.sending(exchange, id, token_of(&request.request));
+                    }
+                }
+            }
             ClientJsonRpcMessage::Response(answer) => self.inner.question_answered(&answer.id),
             ClientJsonRpcMessage::Error(answer) => {
                 if let Some(id) = &answer.id {
@@ -247,9 +245,13 @@ impl Pipe {
                 }
                 self.let_go();
             } else {
-                self.inner.heard();
+                let before = self.ready.len();
                 while let Ok(Some(piece)) = self.lines.decode(&mut input) {
                     self.read(piece);
+                }
+                // A part of a message; whole ones speak for themselves.
+                if self.ready.len() == before {
+                    self.inner.heard();
                 }
             }
             self.input = input;
