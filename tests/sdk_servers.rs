@@ -65,7 +65,7 @@ mod unix {
     fn connect(mut plan: Plan) -> Result<Box<dyn Client>, BoxError> {
         let sink = plan.sink();
         let mut safety = match plan.check.take() {
-            Some(check) => WriteSafetyLayer::new(check).independent_writes(),
+            Some(check) => WriteSafetyLayer::new(sdk::check(check)).independent_writes(),
             None => WriteSafetyLayer::refuse(),
         };
         let mut connector = match plan.reach {
