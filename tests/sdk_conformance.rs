@@ -18,7 +18,7 @@ use goaround::{
     BoxError, Stack,
     sdk::{Client, Connector, Request},
 };
-use rmcp::model::{ClientCapabilities, ClientConfig, Implementation};
+use rmcp::model::{ClientCapabilities, ClientConfig, Implementation, ProtocolVersion};
 use serde_json::{Value, json};
 
 /// The scenarios, with what each must have found to be right, by its id in the suite.
@@ -48,7 +48,9 @@ fn main() -> ExitCode {
 
 #[tokio::main(flavor = "current_thread")]
 async fn client(url: &str) -> Result<(), BoxError> {
-    let info = ClientConfig::new(ClientCapabilities::default(), Implementation::new("goaround", "1"));
+    // By default the SDK offers 2026-07-28, which has no such handshake.
+    let info = ClientConfig::new(ClientCapabilities::default(), Implementation::new("goaround", "1"))
+        .with_protocol_version(ProtocolVersion::V_2025_11_25);
     let client: Client =
         Stack::builder(Connector::http(info, url)).deadline(Duration::from_secs(20)).build()?;
     let tools = client.list_all_tools().await?;
