@@ -823,11 +823,8 @@ struct Waiting {
     polled: bool,
 }
 
-enum Waited {
-    Ended(Result<ServerResult, CallError>),
-    /// The deadline passed, with the frame taken.
-    Expired,
-}
+/// How a call has ended; `None`: its deadline passed, with the frame taken.
+type Waited = Option<Result<ServerResult, CallError>>;
 
 impl ResponseFuture {
     fn refused(refusal: Refusal, request: &Request) -> Self {
@@ -840,10 +837,10 @@ impl Waiting {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Waited> {
         let first = !mem::replace(&mut self.polled, true);
         if let Poll::Ready(outcome) = self.poll_answer(cx) {
-            return Poll::Ready(Waited::Ended(outcome));
+            return Poll::Ready(Some(outcome));
         }
         if let Some(error) = self.exchange.poll_end(cx) {
-            return Poll::Ready(Waited::Ended(Err(error)));
+            return Poll::Ready(Some(Err(error)));
         }
         self.poll_time(first)
     }
@@ -924,9 +921,9 @@ impl Waiting {
             } else {
                 CallError::attempt_timeout(Delivery::NotSent)
             };
-            return Poll::Ready(Waited::Ended(Err(exchange.hand_back(error))));
+            return Poll::Ready(Some(Err(exchange.hand_back(error))));
         }
-        if at_deadline { Poll::Ready(Waited::Expired) } else { Poll::Pending }
+        if at_deadline { Poll::Ready(None) } else { Poll::Pending }
     }
 
     /// Nobody waits any more: the server is told, over this very connection.
@@ -965,12 +962,12 @@ impl Future for ResponseFuture {
         let Phase::Waiting(waiting) = mem::replace(&mut self.0, Phase::Done) else { return Poll::Pending };
         let inner = &waiting.handle.0;
         match waited {
-            Waited::Ended(outcome) => {
+            Some(outcome) => {
                 inner.leave(&waiting.exchange, None);
                 Lesson::learn(inner, &waiting.exchange.request, &outcome);
                 Poll::Ready(outcome)
             }
-            Waited::Expired => {
+            None => {
                 inner.expired(&waiting.exchange);
                 let error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
                 self.0 = Phase::Expired(waiting);

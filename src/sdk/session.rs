@@ -10,10 +10,7 @@ use std::{
 
 use rmcp::{
     ServiceError,
-    model::{
-        ClientRequest, ListToolsRequest, PaginatedRequestParams, ServerResult, SubscribeRequest,
-        SubscribeRequestParams,
-    },
+    model::{ClientRequest, PaginatedRequestParams, ServerResult, SubscribeRequest, SubscribeRequestParams},
     service::PeerRequestOptions,
 };
 use tokio::time::{Instant, timeout};
@@ -191,10 +188,8 @@ async fn list_tools(inner: &Arc<Inner>) -> Option<Catalog> {
     let mut catalog = Catalog::default();
     let mut cursor: Option<String> = None;
     for _ in 0..MAX_PAGES {
-        let mut request = ListToolsRequest::default();
-        request.params =
-            cursor.clone().map(|cursor| PaginatedRequestParams::default().with_cursor(Some(cursor)));
-        let result = ask(inner, request.into()).await.ok()?;
+        let params = cursor.clone().map(|cursor| PaginatedRequestParams::default().with_cursor(Some(cursor)));
+        let result = ask(inner, Request::list_tools(params).into_inner()).await.ok()?;
         let ServerResult::ListToolsResult(page) = result else { return None };
         let next = catalog.add_json(&serde_json::to_string(&page).ok()?).ok()?;
         if next.is_none() {
