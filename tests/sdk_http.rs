@@ -11,7 +11,7 @@ mod lab;
 use std::{future::Future, sync::Arc, time::Duration};
 
 use goaround::{
-    Call, CallError, Cause, Evidence, Outcome, WriteSafetyLayer,
+    Call, CallError, Cause, Evidence, Outcome, ReconnectLayer, WriteSafetyLayer,
     sdk::{Client, Connector, Http},
 };
 use http::{BlackHole, Era, Gate, JSON, On, Reply, SSE, Seen, Server, appended, no_valid_session};
@@ -261,6 +261,12 @@ fn table() -> Vec<Row> {
         row("200, a result, id null", Reply::json(with_id("null")), &LOST),
         row("200 JSON without a body", Reply::json(""), &LOST),
         row("200 {}", Reply::json("{}"), &LOST),
+        row("200 JSON in chunks, cut", Reply::new()
+            .bytes("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+            .crumbs(with_id("$ID")).close(), &LOST),
+        row("200, a result without a member", Reply::json(r#"{"jsonrpc":"2.0","id":$ID}"#), &LOST),
+        row("200, a notification", Reply::json(
+            r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}"#), &LOST),
         row("200, not JSON", Reply::json("{]"), &LOST),
         row("200 text/html", status("200 OK", &[HTML], PAGE), &LOST),
         row("200 without a type", status("200 OK", &[], &with_id("$ID")), &LOST),
@@ -286,6 +292,17 @@ fn table() -> Vec<Row> {
         row("200, an error with our id", Reply::error(-32603, "no"), &ERROR),
         row("200, our id as a string", Reply::json(with_id("$STRING")), &FINE),
         row("200 JSON", Reply::json(with_id("$ID")), &FINE),
+        row("200 JSON with a charset", status("200 OK", &[("Content-Type", "Application/JSON; charset=utf-8")],
+            &with_id("$ID")), &FINE),
+        row("103, then 200 JSON", Reply::new().bytes("HTTP/1.1 103 Early Hints\r\n\r\n")
+            .then_http("200 OK", &[JSON], with_id("$ID")), &FINE),
+        row("200 JSON in chunks", Reply::new()
+            .bytes("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+            .crumbs(with_id("$ID")).end_of_chunks(), &FINE),
+        row("200 JSON until it closes", Reply::new()
+            .bytes("HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n")
+            .bytes(with_id("$ID")).close(), &FINE),
+        row("200 JSON, late", Reply::new().wait(ms(300)).then_http("200 OK", &[JSON], with_id("$ID")), &FINE),
         row("200 SSE", Reply::sse().chunk(&*event).end_of_chunks(), &FINE),
         row("200 SSE, never ended", Reply::sse().chunk(&*event).stall(), &FINE),
         row("200 SSE, reset after the answer", Reply::sse().chunk(&*event).wait(ms(20)).reset(), &FINE),
@@ -1348,4 +1365,207 @@ async fn no_session_argument_or_answer_is_in_an_error_or_an_event() {
     texts += &serde_json::to_string(&events.all()).unwrap();
     assert!(!texts.contains(secret), "{texts}");
     assert!(!texts.contains("\"s1\"") && !texts.contains(" s1"), "{texts}");
+}
+
+// ===== The handshake, and the other stream =====
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_handshake_that_meets_a_fault_costs_a_call_no_longer_than_it_has_and_the_next_connects() {
+    let error = r#"{"jsonrpc":"2.0","id":$ID,"error":{"code":-32603,"message":"not now"}}"#;
+    let faults = [
+        ("closed", Reply::new().close()),
+        ("reset", Reply::new().reset()),
+        ("nothing", Reply::new().stall()),
+        ("202", status("202 Accepted", &[], "")),
+        ("204", status("204 No Content", &[], "")),
+        ("500 text/html", status("500 Internal Server Error", &[HTML], PAGE)),
+        ("404 text/html", status("404 Not Found", &[HTML], PAGE)),
+        ("400, id null", no_valid_session()),
+        ("401", status("401 Unauthorized", &[("WWW-Authenticate", "Bearer")], "")),
+        ("429", status("429 Too Many Requests", &[("Retry-After", "0")], "")),
+        ("302", status("302 Found", &[("Location", "/mcp")], "")),
+        ("200 text/html", status("200 OK", &[HTML], PAGE)),
+        ("200, an error, id null", Reply::json(null(-32603, "no"))),
+        ("200, an error with our id", Reply::json(error)),
+        ("200 {}", Reply::json("{}")),
+        ("SSE, a comment, the end", Reply::sse().chunk(": hi\n\n").end_of_chunks()),
+        ("SSE, primed, the end", primed("e1")),
+        ("SSE, nothing", Reply::sse().stall()),
+    ];
+    let mut flights = JoinSet::new();
+    for (fault, reply) in faults {
+        for method in ["initialize", "notifications/initialized"] {
+            // To a notification 202 is the answer, and most of the rest is ignored.
+            let reply = reply.clone();
+            flights.spawn(async move {
+                let what = format!("{method}: {fault}");
+                let flight = async {
+                    let server = Server::start().await;
+                    server.always(On::Method(method), reply);
+                    let reconnect = ReconnectLayer::once().connect_timeout(ms(500));
+                    let client = builder(http(&server)).reconnect(reconnect).build().unwrap();
+                    for request in [append("x"), lines()] {
+                        let begin = Instant::now();
+                        let result = client.send(request.within(ms(700))).await;
+                        assert!(begin.elapsed() < ms(2_500), "{what}: {:?}", begin.elapsed());
+                        if method == "initialize" {
+                            assert_eq!(word(&result), "not done", "{what}: {result:?}");
+                            assert!(server.calls("append").is_empty(), "{what}");
+                        }
+                    }
+                    server.heal();
+                    // A connect that is under way still fails those that wait for it.
+                    let mut next = client.send(append("y")).await;
+                    if word(&next) == "not done" {
+                        next = client.send(append("y")).await;
+                    }
+                    assert_eq!(word(&next), "ok", "{what}: {next:?}");
+                    let effects = server.effects();
+                    assert_eq!(effects.iter().filter(|line| *line == "y").count(), 1, "{what}");
+                    assert!(effects.iter().filter(|line| *line == "x").count() <= 1, "{what}");
+                };
+                bounded(&what, flight).await;
+            });
+        }
+    }
+    flights.join_all().await;
+}
+
+#[tokio::test]
+async fn the_standalone_stream_may_do_what_it_likes() {
+    let log = r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}"#;
+    let streams = [
+        ("ends at once", Reply::sse().end_of_chunks()),
+        ("resets at once", Reply::new().reset()),
+        ("says nothing", Reply::sse().stall()),
+        ("never answers", Reply::new().stall()),
+        ("half an event, closed", Reply::sse_until_close().bytes("data: {\"jso").close()),
+        ("primed, ends", primed("g1")),
+        (
+            "an answer to nobody",
+            Reply::sse().chunk("data: {\"jsonrpc\":\"2.0\",\"id\":4711,\"result\":{}}\n\n").end_of_chunks(),
+        ),
+        ("no JSON", Reply::sse().chunk("data: {]\n\n").end_of_chunks()),
+        ("a notification, ends", Reply::sse().chunk(format!("data: {log}\n\n")).end_of_chunks()),
+        ("500", status("500 Internal Server Error", &[HTML], PAGE)),
+        ("401", status("401 Unauthorized", &[("WWW-Authenticate", "Bearer")], "")),
+        ("400, No valid session ID", no_valid_session()),
+        ("200 text/html", status("200 OK", &[HTML], PAGE)),
+        ("202", status("202 Accepted", &[], "")),
+    ];
+    for (stream, reply) in streams {
+        let server = Server::start().await;
+        server.always(On::Get, reply);
+        let client = builder(http(&server)).build().unwrap();
+        bounded(stream, connected(&server, &client)).await;
+        for _ in 0..4 {
+            let (read, write) = (client.send(lines()).await, client.send(append("x")).await);
+            assert_eq!((word(&read), word(&write)), ("ok", "ok"), "{stream}: {read:?} {write:?}");
+            tokio::time::sleep(ms(50)).await;
+        }
+        assert_eq!((server.sessions(), client.generation()), (1, Some(1)), "{stream}");
+        let gets = server.seen().iter().filter(|seen| seen.verb == "GET").count();
+        // The primed one asks for a repetition after 10 ms.
+        let at_most = if stream.starts_with("primed") { 100 } else { 3 };
+        assert!(gets <= at_most, "{stream}: asked for {gets} times within half a second");
+    }
+}
+
+#[tokio::test]
+async fn what_the_server_asks_amid_an_answer_is_answered() {
+    for era in [Era::Sessions, Era::NoSessions] {
+        let server = Server::of(era).await;
+        let client = Arc::new(builder(http(&server)).build().unwrap());
+        assert_eq!(word(&client.send(lines()).await), "ok");
+        let gate = Gate::new();
+        let reply = Reply::sse()
+            .chunk("data: {\"jsonrpc\":\"2.0\",\"id\":\"of-the-server\",\"method\":\"ping\"}\n\n")
+            .gate(&gate)
+            .executes()
+            .chunk(format!("data: {{\"jsonrpc\":\"2.0\",\"id\":$ID,\"result\":{}}}\n\n", appended()))
+            .end_of_chunks();
+        server.on(On::Tool("append"), reply);
+        let write = spawn(&client, append("x"));
+        server
+            .until(|seen| {
+                seen.iter().any(|seen| seen.id() == "of-the-server" && seen.message["result"].is_object())
+            })
+            .await;
+        gate.open(1);
+        let write = bounded("asked", write).await.unwrap();
+        assert_eq!(word(&write), "ok", "{write:?}");
+        assert_eq!((server.effects().len(), server.calls("append").len()), (1, 1));
+    }
+}
+
+// ===== Connections that are kept =====
+
+#[tokio::test]
+async fn a_kept_connection_that_the_server_closes_meanwhile_never_makes_two_of_one() {
+    let server = Server::start().await;
+    let kept = reqwest::Client::builder()
+        .redirect(reqwest::redirect::Policy::none())
+        .pool_max_idle_per_host(4)
+        .build()
+        .unwrap();
+    let events = Events::default();
+    let http = Http::new(server.url()).client(kept);
+    let client = builder(Connector::http((), http)).on_event(events.sink()).build().unwrap();
+    connected(&server, &client).await;
+    let body = format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended());
+    let (mut ok, mut unknown) = (0, 0);
+    for nth in 0..150_u64 {
+        // It closes just when the next request may be on its way.
+        let closing = Reply::new()
+            .executes()
+            .then_http("200 OK", &[JSON], body.as_str())
+            .wait(Duration::from_micros(nth * 37 % 1_500));
+        server.on(On::Tool("append"), if nth % 2 == 0 { closing.close() } else { closing.reset() });
+        let line = nth.to_string();
+        let write = bounded("kept", client.send(append(&line))).await;
+        let landed = server.effects().iter().filter(|effect| **effect == line).count();
+        match word(&write) {
+            "ok" => {
+                ok += 1;
+                assert_eq!(landed, 1, "{nth}");
+            }
+            "unknown" => {
+                unknown += 1;
+                assert!(landed <= 1, "{nth}");
+            }
+            "not done" => assert_eq!(landed, 0, "{nth}: {write:?}"),
+            other => panic!("{nth}: {other}: {write:?}"),
+        }
+        // Whatever came of it, its script is used up.
+        server.heal();
+        tokio::time::sleep(Duration::from_micros(nth * 53 % 1_700)).await;
+    }
+    assert!(ok >= 75, "{ok} ok, {unknown} unknown");
+    assert_eq!(events.of("in_doubt").len(), unknown);
+    assert_eq!((server.sessions(), client.generation()), (1, Some(1)));
+}
+
+#[tokio::test]
+async fn notifications_are_sent_once_and_never_again() {
+    let server = Server::start().await;
+    let client = builder(http(&server)).build().unwrap();
+    connected(&server, &client).await;
+    let notification = || {
+        rmcp::model::ClientNotification::RootsListChangedNotification(
+            rmcp::model::RootsListChangedNotification::default(),
+        )
+    };
+    let method = "notifications/roots/list_changed";
+    for reply in [Reply::new().reset(), status("502 Bad Gateway", &[HTML], PAGE)] {
+        server.on(On::Method(method), reply);
+        let _ = bounded("a notification", client.notify(notification())).await;
+    }
+    server.forget_sessions();
+    let _ = bounded("a notification", client.notify(notification())).await;
+    tokio::time::sleep(ms(100)).await;
+    let sent = server.requests(method);
+    assert!(sent.len() <= 3, "{}", sent.len());
+    assert!(sent.iter().all(|seen| seen.session.as_deref() == Some("s1")));
+    assert_eq!(word(&client.send(append("x")).await), "ok");
+    assert_eq!(server.requests(method).len(), sent.len(), "not on the next session");
 }

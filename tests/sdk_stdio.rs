@@ -380,6 +380,27 @@ async fn sixteen_calls_at_a_closure_share_one_new_process_and_each_is_judged_alo
     }
 }
 
+#[tokio::test]
+async fn a_write_that_its_pipe_never_took_whole_is_not_done_and_one_that_it_took_is_unknown() {
+    for (bytes, expected) in [(1 << 20, "not done"), (1 << 10, "unknown")] {
+        let peer = Peer::new();
+        // It stops reading, and is killed while more than the pipe holds is on its way.
+        let connector = peer.connector("lines", "text; kill -STOP $$", false).probe_timeout(BOUND);
+        let events = Events::default();
+        let client = Arc::new(builder(connector).deadline(BOUND).on_event(events.sink()).build().unwrap());
+        assert_eq!(word(&bounded("the last", client.send(lines())).await), "ok");
+        let write = lab::spawn(&client, append(&"x".repeat(bytes)));
+        // Long enough for what the pipe holds to be written.
+        sleep(ms(300)).await;
+        rustix::process::kill_process(peer.process(1), rustix::process::Signal::KILL).unwrap();
+        let write = bounded("killed", write).await.unwrap();
+        assert_eq!(word(&write), expected, "{bytes}: {write:?}");
+        assert_eq!(events.of("in_doubt").len(), usize::from(expected == "unknown"));
+        assert_eq!(word(&bounded("the next", client.send(append("y"))).await), "ok");
+        assert_eq!(peer.effects(), ["y"]);
+    }
+}
+
 // ===== A transport of the caller's own =====
 
 /// An MCP server over a pipe in memory; the nth connection answers calls of tools with `$ID` filled in.
