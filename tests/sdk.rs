@@ -661,3 +661,167 @@ fn a_request_says_what_it_may_do_and_hides_its_arguments() {
     assert_eq!(custom("tasks/get", json!({})).effect(), Effect::ReadOnly);
     assert_eq!(custom("resources/read", json!({ "requestState": "x" })).effect(), Effect::Write);
 }
+
+// ===== Streamable HTTP, what the tests of the fault tables do not have =====
+
+/// What an HTTP server answers to a request's head and body.
+type Answer = Box<dyn Fn(&str, &serde_json::Value) -> String + Send + Sync>;
+
+/// A server of one answer a connection; its address, and what it was asked.
+async fn http_server(answer: Answer) -> (String, Arc<Mutex<Vec<String>>>) {
+    use tokio::io::AsyncReadExt;
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}/mcp", listener.local_addr().unwrap());
+    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+    let log = asked.clone();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut bytes = Vec::new();
+            let (head, body) = loop {
+                let text = String::from_utf8_lossy(&bytes).into_owned();
+                if let Some((head, body)) = text.split_once("\r\n\r\n") {
+                    let head = head.to_ascii_lowercase();
+                    let length = head.split("content-length: ").nth(1).and_then(|rest| rest.lines().next());
+                    let length: usize = length.map_or(0, |length| length.parse().unwrap());
+                    if body.len() >= length {
+                        break (head, body.to_owned());
+                    }
+                }
+                if stream.read_buf(&mut bytes).await.unwrap_or(0) == 0 {
+                    break (String::new(), String::new());
+                }
+            };
+            let message: serde_json::Value = serde_json::from_str(&body).unwrap_or_default();
+            let verb = head.split(' ').next().unwrap_or_default().to_owned();
+            let method = message["method"].as_str().unwrap_or_default();
+            log.lock().unwrap().push(format!("{verb} {method}"));
+            let _ = stream.write_all(answer(&head, &message).as_bytes()).await;
+        }
+    });
+    (address, asked)
+}
+
+fn respond(status: &str, headers: &str, body: &str) -> String {
+    format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len())
+}
+
+/// What a server of sessions answers that has nothing against the request.
+fn well(session: &str, message: &serde_json::Value) -> String {
+    let result = match message["method"].as_str() {
+        Some("initialize") => json!({
+            "protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": { "name": "http", "version": "1" }
+        }),
+        Some("tools/call") => json!({ "content": [{ "type": "text", "text": session }] }),
+        _ => json!({}),
+    };
+    if message.get("id").is_none() {
+        return respond(if message.is_null() { "405 Method Not Allowed" } else { "202 Accepted" }, "", "");
+    }
+    let body = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result }).to_string();
+    respond("200 OK", &format!("Content-Type: application/json\r\nMcp-Session-Id: {session}\r\n"), &body)
+}
+
+#[tokio::test]
+async fn a_lost_session_that_is_told_with_the_requests_own_id_is_a_lost_session_all_the_same() {
+    let sessions = Arc::new(Mutex::new(0));
+    let answer: Answer = Box::new(move |head, message| {
+        let mut sessions = sessions.lock().unwrap();
+        if message["method"] == "initialize" {
+            *sessions += 1;
+        }
+        if *sessions == 1 && head.contains("mcp-session-id") && !message["id"].is_null() {
+            let error = json!({ "code": -32000, "message": "Bad Request: No valid session ID provided" });
+            let body = json!({ "jsonrpc": "2.0", "id": message["id"], "error": error }).to_string();
+            return respond("400 Bad Request", "Content-Type: application/json\r\n", &body);
+        }
+        well(&format!("s{sessions}"), message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let lab = Lab::new();
+    let rules = ToolRules::new().read_only(["ok"]);
+    let client = lab.stack(Connector::http((), address).tools(rules));
+    assert_eq!(call(&client, "ok").await.unwrap(), "s2");
+    let error = call(&client, "w_ok").await;
+    assert_eq!(error.unwrap(), "s2");
+    assert_eq!(client.generation(), Some(2));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 3);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn an_error_that_comes_with_400_on_a_living_session_is_the_servers_answer() {
+    let answer: Answer = Box::new(|_, message| {
+        if message["method"] == "tools/call" {
+            let error = json!({ "code": -32602, "message": "no such tool" });
+            let body = json!({ "jsonrpc": "2.0", "id": message["id"], "error": error }).to_string();
+            return respond("400 Bad Request", "Content-Type: application/json\r\n", &body);
+        }
+        well("s1", message)
+    });
+    let (address, _) = http_server(answer).await;
+    let client = Lab::new().stack(Connector::http((), address));
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!(error.answer().unwrap().code, -32602);
+    assert_eq!(client.generation(), Some(1));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn credentials_that_are_refused_from_the_beginning_are_refreshed_for_handshake_and_stream() {
+    let answer: Answer = Box::new(|head, message| {
+        if !head.contains("authorization: bearer fresh") {
+            return respond("401 Unauthorized", "WWW-Authenticate: Bearer\r\n", "");
+        }
+        well("s1", message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let refreshed = Arc::new(Mutex::new(0));
+    let count = refreshed.clone();
+    let connector = Connector::http((), address).on_unauthorized(move |refused: sdk::Unauthorized| {
+        *count.lock().unwrap() += 1;
+        async move {
+            assert_eq!(refused.challenge(), Some("Bearer"));
+            Ok("fresh".to_owned())
+        }
+    });
+    let client = Lab::new().stack(connector);
+    assert_eq!(call(&client, "w_ok").await.unwrap(), "s1");
+    assert_eq!(*refreshed.lock().unwrap(), 1);
+    until(|| asked.lock().unwrap().iter().any(|asked| asked == "get ")).await;
+    let posts: Vec<_> =
+        asked.lock().unwrap().iter().filter(|asked| asked.starts_with("post")).cloned().collect();
+    assert_eq!(
+        posts,
+        ["post initialize", "post initialize", "post notifications/initialized", "post tools/call"]
+    );
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call_asks_again() {
+    let answer: Answer = Box::new(|head, message| {
+        let refused = message["method"] == "tools/call" && !head.contains("authorization: bearer 3");
+        if refused { respond("401 Unauthorized", "", "") } else { well("s1", message) }
+    });
+    let (address, asked) = http_server(answer).await;
+    let tokens = Arc::new(Mutex::new(0));
+    let connector =
+        Connector::http((), address).tools(ToolRules::new().read_only(["ok"])).on_unauthorized(move |_| {
+            *tokens.lock().unwrap() += 1;
+            let token = tokens.lock().unwrap().to_string();
+            async move { Ok(token) }
+        });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "ok").await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Evidence(goaround::Evidence::Unauthorized)), "{error:?}");
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 2));
+    let text = error.to_string();
+    assert!(text.contains("unauthorized (401) (the credentials were refused (HTTP 401))"), "{text}");
+    // A write is refreshed for, and not sent again.
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 1));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 3);
+    client.shutdown(PATIENCE).await;
+}

@@ -867,6 +867,13 @@ impl Waiting {
         match ready!(Pin::new(&mut answer.rx).poll(cx)) {
             Ok(Ok(result)) => Poll::Ready(Ok(result)),
             Ok(Err(error)) => {
+                // A transport that counts bytes has closed the connection by then, and knows more.
+                if inner.kind == Kind::Pipe
+                    && matches!(error, ServiceError::TransportSend(_))
+                    && let Some(error) = self.exchange.poll_end(cx)
+                {
+                    return Poll::Ready(Err(error));
+                }
                 let bytes = inner.kind != Kind::Http;
                 // A pipe that broke under the call has ended with what is known of the call's bytes, and the SDK
                 // tells of the same break.

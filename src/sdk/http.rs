@@ -234,13 +234,6 @@ struct Token {
     is_unproved: bool,
 }
 
-enum Refreshed {
-    /// Others are there.
-    Yes,
-    /// There is no way, or it has just failed.
-    No,
-}
-
 impl Credentials {
     fn new(value: Option<String>) -> Self {
         let token = Token { value, number: 0, is_unproved: false };
@@ -259,25 +252,26 @@ impl Credentials {
         }
     }
 
-    /// The token was refused: gets another one, once for all that wait.
-    async fn refresh(&self, refused: &Token, refresh: &Refresh, challenge: Option<String>) -> Refreshed {
+    /// The token was refused: gets another one, once for all that wait. `false`: there is no way, or the one that
+    /// was got last has been refused in turn.
+    async fn refresh(&self, refused: &Token, refresh: &Refresh, challenge: Option<String>) -> bool {
         let _turn = self.refreshing.lock().await;
         {
             let mut token = self.lock();
             if token.number != refused.number {
-                return Refreshed::Yes;
+                return true;
             }
             if std::mem::take(&mut token.is_unproved) {
-                return Refreshed::No;
+                return false;
             }
         }
         let fresh = match refresh(Unauthorized { challenge }).await {
             Ok(fresh) => fresh,
-            Err(_) => return Refreshed::No,
+            Err(_) => return false,
         };
         let mut token = self.lock();
         *token = Token { value: Some(fresh), number: refused.number + 1, is_unproved: true };
-        Refreshed::Yes
+        true
     }
 
     fn lock(&self) -> MutexGuard<'_, Token> {
@@ -389,19 +383,21 @@ impl Client {
                 self.shared.credentials.accepted(token.number);
                 return self.posted(line, letter, response).await;
             }
-            let challenge = header(response.headers(), &WWW_AUTHENTICATE);
-            let refreshed = match &self.shared.refresh {
-                Some(refresh) => self.shared.credentials.refresh(&token, refresh, challenge.clone()).await,
-                None => Refreshed::No,
-            };
-            match refreshed {
-                // What is not a call of anybody's is sent again here.
-                Refreshed::Yes if letter.exchange.is_none() => continue,
-                Refreshed::Yes => letter.saw(Sight::Refreshed),
-                Refreshed::No => letter.saw(of_status(401, None)),
+            let are_others = self.refresh(&token, response.headers()).await;
+            // What is not a call of anybody's is sent again here.
+            if are_others && letter.exchange.is_none() {
+                continue;
             }
-            return Err(auth_required(challenge));
+            letter.saw(if are_others { Sight::Refreshed } else { of_status(401, None) });
+            return Err(auth_required(header(response.headers(), &WWW_AUTHENTICATE)));
         }
+    }
+
+    /// Whether there are other credentials now than those that were refused.
+    async fn refresh(&self, refused: &Token, headers: &HeaderMap) -> bool {
+        let Some(refresh) = &self.shared.refresh else { return false };
+        let challenge = header(headers, &WWW_AUTHENTICATE);
+        self.shared.credentials.refresh(refused, refresh, challenge).await
     }
 
     /// What the response to a post says.
@@ -478,6 +474,11 @@ impl Client {
             }
         };
         let envelope = Envelope::of(&body).filter(Envelope::is_answer);
+        // Servers that do not know a session often say so, and not by 404. Only the session itself can tell.
+        if status == StatusCode::BAD_REQUEST && !letter.is_handshake && self.examine(&line).await {
+            letter.saw(session_unknown(400));
+            return Err(StreamableHttpError::SessionExpired);
+        }
         if let Some(envelope) = &envelope
             && (envelope.answers(&id) || letter.is_handshake)
         {
@@ -493,11 +494,6 @@ impl Client {
         }
         if let Some(instead) = instead_of_discover(&letter, &line, status, None) {
             return Ok(instead);
-        }
-        // Servers that do not know a session often answer so, and not with 404. Only the session itself can tell.
-        if status == StatusCode::BAD_REQUEST && self.examine(&line).await {
-            letter.saw(session_unknown(400));
-            return Err(StreamableHttpError::SessionExpired);
         }
         let odd = match &envelope {
             Some(envelope) if !envelope.answers(&id) => HttpErrorKind::WrongId,
@@ -542,13 +538,20 @@ impl Client {
 
     /// Asks for a stream of events.
     async fn get(&self, line: &Line, last_event_id: Option<&str>) -> Result<reqwest::Response, Failure> {
-        let token = self.shared.credentials.current();
-        let mut request = self.request(http::Method::GET, line, &token);
-        if let Some(id) = last_event_id {
-            request = request.header(LAST_EVENT_ID, id);
-        }
-        let response = request.send().await.map_err(StreamableHttpError::Client)?;
-        self.shared.inner.heard();
+        let response = loop {
+            let token = self.shared.credentials.current();
+            let mut request = self.request(http::Method::GET, line, &token);
+            if let Some(id) = last_event_id {
+                request = request.header(LAST_EVENT_ID, id);
+            }
+            let response = request.send().await.map_err(StreamableHttpError::Client)?;
+            self.shared.inner.heard();
+            if response.status() != StatusCode::UNAUTHORIZED
+                || !self.refresh(&token, response.headers()).await
+            {
+                break response;
+            }
+        };
         let wait = header(response.headers(), &RETRY_AFTER);
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(StreamableHttpError::ServerDoesNotSupportSse),

@@ -73,7 +73,7 @@
 //! | 425, 429 | not processed; `Retry-After` is heeded, in seconds or as a date | goes on |
 //! | 408, 503 | probably not processed: reads are attempted again, a write is in doubt | goes on |
 //! | 404 to a request with our session's id, whatever its body | probably not processed | a new session |
-//! | 400 without an answer to the request, and a `ping` on the session gets 400 or 404 too | the same | a new session |
+//! | 400 to a request with our session's id, and a `ping` on that session gets 400 or 404 too | the same | a new session |
 //! | a result or an error with the request's id | the answer | goes on |
 //! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; redirects, other statuses, other contents | none: the call is in doubt | goes on |
 //!
