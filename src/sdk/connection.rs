@@ -875,14 +875,6 @@ impl Waiting {
                     return Poll::Ready(Err(error));
                 }
                 let bytes = inner.kind != Kind::Http;
-                // A pipe that broke under the call has ended with what is known of the call's bytes, and the SDK
-                // tells of the same break.
-                if bytes
-                    && !matches!(error, ServiceError::McpError(_))
-                    && let Some(end) = self.exchange.poll_end(cx)
-                {
-                    return Poll::Ready(Err(end));
-                }
                 let (judged, is_lost) = judge(error, &self.exchange, bytes);
                 let judged = match is_lost {
                     true => judged.lost_with(inner.lost(&self.exchange)),
