@@ -188,6 +188,12 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
         self.lock().layers.get_ref().ledger()
     }
 
+    /// The connection in use, if it is one of this crate's.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn connection(&self) -> Option<Arc<dyn crate::connection::Connection>> {
+        self.seat.shared.reconnect.connection()
+    }
+
     /// How many calls are in flight.
     pub fn in_flight(&self) -> usize {
         self.seat.shared.census().in_flight()

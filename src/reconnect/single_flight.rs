@@ -744,6 +744,8 @@ pub(super) trait Managed: Send + Sync {
     fn in_flight(&self) -> usize;
     fn ended(&self) -> &Notify;
     fn take_connection(&self) -> Option<Arc<dyn Connection>>;
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>>;
     fn reaper(&self) -> Option<Reaper>;
     fn report_last(&self);
 }
@@ -772,6 +774,14 @@ where
 
     fn take_connection(&self) -> Option<Arc<dyn Connection>> {
         self.take_connection()
+    }
+
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>> {
+        match &self.lock().phase {
+            Phase::Connected { generation, .. } => generation.known.clone(),
+            Phase::Idle | Phase::Connecting { .. } => None,
+        }
     }
 
     fn reaper(&self) -> Option<Reaper> {
