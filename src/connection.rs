@@ -57,14 +57,17 @@ pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
 }
 
-/// Has a connector of this crate enter each process that it starts.
-pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) {
+/// Has a connector of this crate enter each process that it starts; `false` if it is none.
+pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) -> bool {
     let connector = connector as &mut dyn Any;
     if let Some(child) = connector.downcast_mut::<crate::stdio::Child>() {
         child.register_with(registrar);
     } else if let Some(stdio) = connector.downcast_mut::<crate::mcp::Stdio>() {
         stdio.register_with(registrar);
+    } else {
+        return false;
     }
+    true
 }
 
 /// What is wrong with a connector of this crate, if it is one and something is.

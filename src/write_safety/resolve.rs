@@ -16,7 +16,7 @@ use tower::Service;
 use super::{
     EffectCheck, FirstSent, VerdictKind, WallClock,
     fence::Fence,
-    ledger::{Entry, Ledger, LedgerError, State},
+    ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
     settle::{Asking, Facts, Held, probe_by},
     verdict::{Erased, Probe, ProbeLog, Verdict},
 };
@@ -245,7 +245,12 @@ where
 async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant, within: Duration) -> Held {
     const LONGEST_PAUSE: Duration = Duration::from_millis(200);
     let call = entry.id.call();
-    let observable = entry.servers.iter().all(|server| server.exit_ends_effects) && !entry.servers.is_empty();
+    if entry.was_never_sent() {
+        return Ok((Fence::never_sent(call), None));
+    }
+    let declared_end = entry.servers.iter().all(|server| server.exit_ends_effects);
+    let in_sight = entry.servers.iter().all(ServerProcess::can_be_seen) && !entry.servers.is_empty();
+    let observable = declared_end && in_sight;
     let holds = quarantine.and_then(|quarantine| entry.orphaned.unwrap_or(start).checked_add(quarantine));
     let patience = start.checked_add(within / 3 * 2);
     // It must leave a tenth of the time for the check.
@@ -267,7 +272,7 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
             (Some(holds), true) => holds.min(now + pause),
             (Some(holds), false) => holds,
             (None, true) => now + pause,
-            (None, false) => return Err(without_fence(entry, quarantine, observable)),
+            (None, false) => return Err(without_fence(entry, quarantine, declared_end, in_sight)),
         };
         sleep(next.saturating_duration_since(now)).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
@@ -275,18 +280,27 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
 }
 
 /// Why no fence holds, and what would give one.
-fn without_fence(entry: &Entry, quarantine: Option<Duration>, observable: bool) -> Cow<'static, str> {
-    match (quarantine, observable) {
-        (Some(_), _) => "absent, but no fence holds: the quarantine does not fit in the time given",
-        (None, true) => {
+fn without_fence(
+    entry: &Entry,
+    quarantine: Option<Duration>,
+    declared_end: bool,
+    in_sight: bool,
+) -> Cow<'static, str> {
+    match (quarantine, declared_end, in_sight) {
+        (Some(_), ..) => "absent, but no fence holds: the quarantine does not fit in the time given",
+        (None, true, true) => {
             "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) if entry.servers.is_empty() => {
+        (None, ..) if entry.servers.is_empty() => {
             "absent, but no fence holds: the ledger knows no server process of it; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) => {
+        (None, true, false) => {
+            "absent, but no fence holds: the old server process cannot be seen from here, from another machine \
+             or container; quarantine(..) or not_landed_because(..) would give one"
+        }
+        (None, false, _) => {
             "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) or \
              not_landed_because(..) would give one"
         }

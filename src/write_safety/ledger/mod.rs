@@ -43,7 +43,10 @@ use tokio::time::Instant;
 #[cfg(feature = "ledger-durable")]
 pub use self::durable::{DurableLedger, DurableLedgerOptions, decode_durable};
 pub(crate) use self::process::Registrar;
-pub use self::{memory::MemoryLedger, process::ServerProcess};
+pub use self::{
+    memory::MemoryLedger,
+    process::{ServerProcess, servers_gone},
+};
 use super::fence::{Fence, FenceBasis};
 use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 
@@ -62,9 +65,9 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 ///
 /// - lists another owner's open entry in [`in_doubt`](Ledger::in_doubt) only once that owner's lease has run
 ///   out (its own open entries are calls under way, and never in doubt);
-/// - refuses [`claim`](Ledger::claim) and [`enter`](Ledger::enter) to an owner whose own lease has run out by
-///   the database's clock, in the transaction that would grant them. A process that was stopped for longer
-///   than its lease then finds, when it wakes, that it may no longer replay;
+/// - refuses [`claim`](Ledger::claim), [`enter`](Ledger::enter) and [`started`](Ledger::started) to an owner
+///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
+///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
 /// - refuses a claim where another entry with the same conflict key, or with none, was entered since this one,
 ///   as the layer does for the writes of its own process.
 ///
@@ -305,6 +308,11 @@ pub struct Entry {
     /// it went to one of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub servers: Vec<ServerProcess>,
+    /// Whether each server process that it may have gone to is entered before anything is sent to it: a
+    /// [`Stack`](crate::Stack) over a connector of this crate does that. Then nothing was sent of it while there
+    /// are none.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub servers_entered: bool,
     /// Since when its owner is known to be gone, by this process's own clock. A declared bound counts from
     /// here: until then bytes of it may have been sent.
     #[serde(skip)]
@@ -326,6 +334,7 @@ impl Entry {
             revision: 1,
             stack,
             servers: Vec::new(),
+            servers_entered: false,
             orphaned: None,
         }
     }
@@ -362,6 +371,11 @@ impl Entry {
         self.revision
     }
 
+    /// Whether nothing was sent of it and nothing will be: its owner is gone, and had started no server.
+    pub fn was_never_sent(&self) -> bool {
+        self.orphaned.is_some() && self.servers_entered && self.servers.is_empty()
+    }
+
     /// Whether all server processes that may have got it are gone, and their effects with them, as the caller
     /// declared; `false` where that cannot be seen, and where none is known.
     ///
@@ -373,6 +387,9 @@ impl Entry {
 
     /// Since when that is known.
     pub(super) fn gone_since(&self) -> Option<Instant> {
+        if self.servers.is_empty() {
+            return None;
+        }
         let gone = |server: &ServerProcess| server.gone_since().filter(|_| server.exit_ends_effects);
         // All of them, even if one is not: each is seen as early as can be.
         let gone: Vec<_> = self.servers.iter().map(gone).collect();
