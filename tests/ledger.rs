@@ -4,11 +4,11 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    io::{BufRead, BufReader, Read, Write, stdout},
+    io::{BufRead, BufReader, Write, stdout},
     os::unix::fs::{PermissionsExt, symlink},
     path::Path,
     process::{Child, Command, Stdio},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, SystemTime},
 };
 
@@ -92,7 +92,8 @@ fn runtime() -> tokio::runtime::Runtime {
 /// Enters, claims and settles until it is killed, and says so.
 fn write_until_killed(path: &Path) {
     runtime().block_on(async {
-        let ledger = DurableLedger::open(path).unwrap();
+        // It is written anew all the time.
+        let ledger = DurableLedger::options().compact_above(30_000).open(path).unwrap();
         let start = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_micros() as u64;
         say("start", start);
         let tasks: Vec<_> = (0..64)
@@ -100,7 +101,7 @@ fn write_until_killed(path: &Path) {
                 let ledger = ledger.clone();
                 tokio::spawn(async move {
                     for n in (start + task..).step_by(64) {
-                        let mut revision = ledger.enter(long(n, 16_000)).await.unwrap();
+                        let mut revision = ledger.enter(long(n, 200)).await.unwrap();
                         say("entered", n);
                         if n / 64 % 8 == 1 {
                             revision = ledger.claim(id(n), revision).await.unwrap();
@@ -132,15 +133,26 @@ fn a_process_killed_while_it_writes_leaves_every_write_that_it_entered_and_settl
     let (mut entered, mut left) = (0, 0);
     for round in 0..rounds {
         let mut child = again(test, &path).spawn().unwrap();
-        let mut out = child.stdout.take().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let enough = 1 + random_below(500);
+        let (tell, told) = mpsc::channel();
         let reader = std::thread::spawn(move || {
-            let mut said = String::new();
-            out.read_to_string(&mut said).unwrap();
+            let (mut said, mut entered, mut end) = (String::new(), 0, 0);
+            while out.read_line(&mut said).unwrap() > 0 {
+                entered += u64::from(said[end..].starts_with("entered "));
+                end = said.len();
+                if entered == enough {
+                    let _ = tell.send(());
+                }
+            }
             said
         });
-        // Until it is open the kill would say little; from then on any moment will do.
-        let wait = Duration::from_micros(random_below(400_000) + 20_000);
-        std::thread::sleep(wait);
+        if round % 5 == 4 {
+            // Perhaps while it opens it.
+            std::thread::sleep(Duration::from_micros(random_below(30_000)));
+        } else {
+            told.recv().unwrap();
+        }
         child.kill().unwrap();
         child.wait().unwrap();
         let said = reader.join().unwrap();

@@ -134,6 +134,8 @@ struct Doubt<Res> {
     error: Option<CallError>,
     settling: Option<BoxFuture<Verdict<Res>>>,
     checking: Arc<AtomicBool>,
+    /// Whether a check has found the write applied in part.
+    partial: Arc<AtomicBool>,
     /// Whether the attempt ended while a check was under way, so that another may find a fence.
     again: bool,
     verdict: Option<VerdictKind>,
@@ -663,7 +665,7 @@ where
 
     fn set_out(&mut self, mut request: Req, errand: Errand, wait: Option<Duration>) {
         let trail = Arc::clone(self.trail.get_or_insert_default());
-        request.context_mut().trail = Some(trail);
+        request.context_mut().set_trail(trail);
         self.way = Some(Box::new(Way {
             service: self.parts.lane.spare(),
             request,
@@ -850,6 +852,7 @@ where
             ended_at: doubt.ended_at,
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
+            partial: Arc::clone(&doubt.partial),
         };
         doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
@@ -1061,7 +1064,8 @@ where
             None => Ok(result),
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
-                Err(Box::new(self.parts.account.closing(step, state, result, hold, until)))
+                let method = self.parts.name.clone().into_owned();
+                Err(Box::new(self.parts.account.closing(step, state, result, method, hold, until)))
             }
         }
     }
@@ -1206,6 +1210,7 @@ impl<Res> Doubt<Res> {
             error: None,
             settling: None,
             checking: Arc::default(),
+            partial: Arc::default(),
             again: false,
             verdict: None,
             fence: None,

@@ -24,6 +24,7 @@
 
 mod account;
 mod conflicts;
+pub mod effect_check;
 mod fence;
 mod future;
 mod keyed;

@@ -52,6 +52,8 @@ pub(super) struct Facts {
     pub(super) until: Until,
     /// Set while a check runs, which goes by facts that can no longer change.
     pub(super) checking: Arc<AtomicBool>,
+    /// Set once a check has found the write applied in part.
+    pub(super) partial: Arc<AtomicBool>,
 }
 
 /// Comes to a verdict about a write in doubt. A verdict of `NotLanded` has a fence that holds.
@@ -107,7 +109,6 @@ where
             Err(why) => (None, None, why),
         };
         let mut asked = 0;
-        let mut partial = false;
         loop {
             // No more than so many checks at once: an outage puts every write in doubt at the same time.
             let Ok(permit) = self.checks.acquire().await else {
@@ -148,7 +149,10 @@ where
                 }
                 _ => None,
             };
-            partial |= matches!(verdict, Verdict::Partial);
+            if matches!(verdict, Verdict::Partial) {
+                facts.partial.store(true, Ordering::Relaxed);
+            }
+            let partial = facts.partial.load(Ordering::Relaxed);
             if let Some(after) = again.filter(|after| facts.until.allows(Instant::now(), *after)) {
                 // Others may check meanwhile, and what becomes of the attempt counts again.
                 facts.checking.store(false, Ordering::Relaxed);

@@ -58,7 +58,7 @@ use std::{
     path::Path,
     sync::Arc,
     thread::{self, ThreadId},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 use tokio::time::Instant;
@@ -66,14 +66,12 @@ use tokio::time::Instant;
 use self::{
     disk::{Disk, FileDisk},
     format::{MOST_ENTRY, Owner, Record, millis},
-    writer::{Shared, Undo, Writer},
+    writer::{Limits, Shared, Undo, Writer},
 };
 use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, this_run};
 
 /// How long the words of a state may be.
 const MOST_WORDS: usize = 1024;
-/// How long a ledger that failed refuses before it tries to write a new file.
-const REPAIR_AFTER: Duration = Duration::from_secs(1);
 
 /// A ledger in a file that survives a crash of the process and of the machine, for one process at a time. A
 /// clone is the same ledger.
@@ -86,6 +84,7 @@ const REPAIR_AFTER: Duration = Duration::from_secs(1);
 ///   lists all that is not settled, with the server processes of its run, and such an entry blocks its
 ///   conflict key. [`orphaned`](Entry::orphaned) is when it was opened, except for entries of this very
 ///   process, whose connections may live on. Of the writes entered since, it lists those in doubt.
+/// - A write whose caller stops waiting for `enter` is settled as not landed: it was not handed over.
 /// - It holds 10,000 writes that are not settled, of 64 KiB each and 64 MiB together, and then refuses
 ///   ([`LedgerError::Full`], [`LedgerError::TooLong`]). What was settled by somebody's word is kept, the last
 ///   1,000 of it ([`settled_by_hand`](Self::settled_by_hand)). Words of a state beyond 1,024 bytes are cut.
@@ -132,7 +131,7 @@ type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
 #[derive(Clone)]
 pub struct DurableLedgerOptions {
     clock: Clock,
-    repair_after: Duration,
+    limits: Limits,
 }
 
 // ===== impl DurableLedgerOptions =====
@@ -141,6 +140,13 @@ impl DurableLedgerOptions {
     /// Where the times of entries come from, by default the system's clock.
     pub fn wall_clock(mut self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
         self.clock = Arc::new(clock);
+        self
+    }
+
+    /// Before the file is that long it is not written anew. For tests.
+    #[doc(hidden)]
+    pub fn compact_above(mut self, bytes: u64) -> Self {
+        self.limits.compact_above = bytes;
         self
     }
 
@@ -160,7 +166,7 @@ impl DurableLedgerOptions {
             tracing::warn!(target: "goaround", bytes = dropped, "the ledger's end was torn, and is dropped");
         }
         book.adopt(Instant::now());
-        let shared = Shared::new(book, self.repair_after);
+        let shared = Shared::new(book, self.limits);
         let writer = Writer::start(Arc::clone(&shared), disk)?;
         let thread = thread::Builder::new().name("goaround-ledger".into());
         let thread = thread.spawn(|| writer.run()).map_err(|error| LedgerError::Unavailable(error.into()))?;
@@ -171,7 +177,7 @@ impl DurableLedgerOptions {
 
 impl Default for DurableLedgerOptions {
     fn default() -> Self {
-        Self { clock: Arc::new(SystemTime::now), repair_after: REPAIR_AFTER }
+        Self { clock: Arc::new(SystemTime::now), limits: Limits::default() }
     }
 }
 
@@ -238,10 +244,7 @@ impl Ledger for DurableLedger {
     async fn enter(&self, mut entry: Entry) -> Result<u64, LedgerError> {
         entry.state = clipped(entry.state);
         entry.orphaned = None;
-        let line = Record::Entry(Cow::Borrowed(&entry)).line()?;
-        if line.len() > MOST_ENTRY {
-            return Err(LedgerError::TooLong { bytes: line.len(), most: MOST_ENTRY });
-        }
+        let line = bounded(Record::Entry(Cow::Borrowed(&entry)).line()?)?;
         let (id, bytes) = (entry.id, line.len());
         let (revision, pending) = self.0.shared.synced(line, |book| {
             book.admit(&entry, bytes)?;
@@ -299,8 +302,7 @@ impl Ledger for DurableLedger {
 
     async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
         let owner = Owner(this_run());
-        let record = Record::Server { owner, server: Cow::Borrowed(&server) };
-        let line = record.line()?;
+        let line = bounded(Record::Server { owner, server: Cow::Borrowed(&server) }.line()?)?;
         let servers = self.0.shared.lock().book.servers(owner);
         let gone: Vec<_> = servers.into_iter().filter(ServerProcess::is_gone).collect();
         let (_, pending) = self.0.shared.synced(line, |book| {
@@ -345,6 +347,14 @@ impl Drop for Unsent<'_> {
         if let Some(id) = self.id {
             self.ledger.abandon(id, State::not_done("its caller left before it was entered"));
         }
+    }
+}
+
+/// That line, if it is no longer than one may be.
+fn bounded(line: Vec<u8>) -> Result<Vec<u8>, LedgerError> {
+    match line.len() {
+        bytes if bytes > MOST_ENTRY => Err(LedgerError::TooLong { bytes, most: MOST_ENTRY }),
+        _ => Ok(line),
     }
 }
 

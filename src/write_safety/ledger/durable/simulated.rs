@@ -39,6 +39,8 @@ enum Fault {
     Sync,
     /// A sync fails, once, and no new file can be written.
     SyncAndReplace,
+    /// No new file can be written.
+    Replace,
     /// The new file is there, but it is not sure that it stays.
     Uncertain,
 }
@@ -122,7 +124,7 @@ impl Disk for Simulated {
             Some(Fault::Full(most)) if new.len() > most => {
                 return Err(ReplaceError::Untouched(io::ErrorKind::StorageFull.into()));
             }
-            Some(Fault::SyncAndReplace) => {
+            Some(Fault::SyncAndReplace | Fault::Replace) => {
                 return Err(ReplaceError::Untouched(io::Error::other("the disk is broken")));
             }
             _ => {}
@@ -161,7 +163,8 @@ fn landed() -> State {
 }
 
 fn options(repair_after: Duration) -> DurableLedgerOptions {
-    DurableLedgerOptions { repair_after, ..DurableLedgerOptions::default() }
+    let limits = Limits { repair_after, compact_above: 16 << 10 };
+    DurableLedgerOptions { limits, ..DurableLedgerOptions::default() }
 }
 
 fn open(disk: &Simulated) -> DurableLedger {
@@ -509,6 +512,32 @@ async fn a_new_file_that_may_not_be_there_after_a_crash_is_not_gone_on_with() {
 }
 
 #[tokio::test]
+async fn a_file_that_cannot_be_made_shorter_is_gone_on_with() {
+    let disk = Simulated::default();
+    let ledger = open(&disk);
+    disk.fault(Fault::Replace);
+    let long = |n| Entry { arguments: Some("x".repeat(1_000)), ..entry(n) };
+    for n in 0..60 {
+        let revision = ledger.enter(long(n)).await.unwrap();
+        ledger.settle(id(n), revision, State::Answered).await.unwrap();
+    }
+    let length = disk.now().len();
+    assert!(length > 60_000 && unsettled(&disk.now()).len() <= 1);
+    disk.fault(None);
+    for n in 100..170 {
+        ledger.enter(long(n)).await.unwrap();
+        ledger.forget(id(n), "jane").await.unwrap();
+    }
+    assert!(disk.now().len() < length);
+    assert!(matches!(
+        ledger.enter(Entry { arguments: Some("x".repeat(70_000)), ..entry(200) }).await,
+        Err(LedgerError::TooLong { .. })
+    ));
+    let server = ServerProcess { machine: Some("x".repeat(2 << 20)), ..server(1) };
+    assert!(matches!(ledger.started(server).await, Err(LedgerError::TooLong { .. })));
+}
+
+#[tokio::test]
 async fn settlements_while_it_fails_are_in_the_file_that_its_end_writes() {
     let disk = Simulated::default();
     let ledger = open(&disk);
@@ -693,22 +722,25 @@ async fn a_write_that_nobody_waits_for_any_more_is_not_in_doubt() {
 async fn a_long_life_leaves_a_short_file_and_the_last_words_of_those_who_settled_by_hand() {
     let disk = Simulated::default();
     let ledger = open(&disk);
-    let arguments = "x".repeat(60_000);
+    let arguments = "x".repeat(1_000);
     ledger.enter(Entry { arguments: Some(arguments.clone()), ..entry(0) }).await.unwrap();
     let most = book::MOST_CLOSED as u64;
-    let mut longest = 0;
+    let (mut longest, mut written) = (0, 0);
     for n in 1..=most + 100 {
-        let revision = ledger.enter(Entry { arguments: Some(arguments.clone()), ..entry(n) }).await.unwrap();
+        let checked = Entry { arguments: Some(arguments.clone()), ..entry(n) };
+        let revision = ledger.enter(checked).await.unwrap();
         ledger.settle(id(n), revision, State::Landed { by: "check".into() }).await.unwrap();
-        let quiet = entry(10_000 + n);
-        ledger.enter(quiet.clone()).await.unwrap();
-        ledger.forget(quiet.id, &format!("jane {n}")).await.unwrap();
+        let given_up = Entry { arguments: Some(arguments.clone()), ..entry(10_000 + n) };
+        ledger.enter(given_up.clone()).await.unwrap();
+        ledger.forget(given_up.id, &format!("jane {n}")).await.unwrap();
         longest = longest.max(disk.bytes().now.len());
+        written += 2 * arguments.len();
     }
-    assert!(longest > 4_000_000 && longest < (4 << 20) + (200 << 10), "{longest}");
     drop(ledger);
     let ledger = open(&disk);
-    assert!(disk.now().len() < 1 << 20);
+    let needed = disk.now().len();
+    assert!(longest > needed && longest < 2 * needed + (8 << 10), "{longest} {needed}");
+    assert!(written > 4 * longest);
     let closed = ledger.settled_by_hand();
     assert_eq!(closed.len() as u64, most);
     assert_eq!(closed.last().unwrap().state, State::Forgotten { by: format!("jane {}", most + 100) });

@@ -18,8 +18,6 @@ use super::{
 
 /// Within which time a change that nobody waits for is on the disk.
 const SYNC_WITHIN: Duration = Duration::from_millis(100);
-/// A file is not replaced by a shorter one before it is that long.
-const COMPACT_ABOVE: u64 = 4 << 20;
 /// How long the last clone's destructor waits for the last sync.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 /// Beyond that, also a change that needs no sync waits for one.
@@ -31,8 +29,21 @@ pub(super) struct Shared {
     inner: Mutex<Inner>,
     work: Condvar,
     stopped: Condvar,
+    limits: Limits,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
     /// How long a ledger that failed refuses before it tries to write a new file.
-    repair_after: Duration,
+    pub(super) repair_after: Duration,
+    /// A file is not replaced by a shorter one before it is that long.
+    pub(super) compact_above: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { repair_after: Duration::from_secs(1), compact_above: 4 << 20 }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -100,9 +111,9 @@ fn stopped() -> Failure {
 // ===== impl Shared =====
 
 impl Shared {
-    pub(super) fn new(book: Book, repair_after: Duration) -> Arc<Self> {
+    pub(super) fn new(book: Book, limits: Limits) -> Arc<Self> {
         let inner = Inner { book, ..Inner::default() };
-        Arc::new(Self { inner: Mutex::new(inner), repair_after, ..Self::default() })
+        Arc::new(Self { inner: Mutex::new(inner), limits, ..Self::default() })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -116,7 +127,7 @@ impl Shared {
         change: impl FnOnce(&mut Book) -> Result<(u64, Undo), LedgerError>,
     ) -> Result<(u64, Pending), LedgerError> {
         let mut inner = self.lock();
-        inner.may_try(self.repair_after)?;
+        inner.may_try(self.limits.repair_after)?;
         let (revision, undo) = change(&mut inner.book)?;
         let (done, pending) = oneshot::channel();
         inner.push(line, Some((done, undo)));
@@ -261,15 +272,8 @@ impl<D: Disk> Writer<D> {
         let file = format::file(number, &shared.lock().book.records())?;
         disk.replace(&file).map_err(|error| LedgerError::Unavailable(error.into_inner().into()))?;
         let length = file.len() as u64;
-        Ok(Self {
-            shared,
-            disk,
-            number,
-            length,
-            synced: length,
-            compact_at: compact_at(length),
-            unsynced: None,
-        })
+        let compact_at = compact_at(length, shared.limits);
+        Ok(Self { shared, disk, number, length, synced: length, compact_at, unsynced: None })
     }
 
     pub(super) fn run(mut self) {
@@ -353,7 +357,7 @@ impl<D: Disk> Writer<D> {
                 self.number = number;
                 self.length = file.len() as u64;
                 self.synced = self.length;
-                self.compact_at = compact_at(self.length);
+                self.compact_at = compact_at(self.length, self.shared.limits);
                 self.unsynced = None;
                 let mut inner = self.shared.lock();
                 inner.repairing = false;
@@ -399,8 +403,9 @@ fn confirm(batch: Vec<Queued>) {
     }
 }
 
-fn compact_at(length: u64) -> u64 {
-    length.saturating_mul(2).max(COMPACT_ABOVE)
+/// How long the file may become that is now that long.
+fn compact_at(length: u64, limits: Limits) -> u64 {
+    length.saturating_mul(2).max(limits.compact_above)
 }
 
 /// However the writer ends, nobody waits for it any more.
