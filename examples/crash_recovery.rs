@@ -151,7 +151,7 @@ mod unix {
 
     // ===== The next run: this is what belongs at the start of a program with a durable ledger =====
 
-    /// What the next run tells the parent, a line for each entry.
+    /// What the next run tells the parent: a line of JSON for each entry.
     #[derive(Serialize, Deserialize)]
     struct Found {
         token: String,
@@ -255,7 +255,8 @@ mod unix {
         let invoices = invoices(folder)?;
         let times = |token: &str| invoices.iter().filter(|invoice| *invoice == token).count();
         println!(
-            "the client was killed …                attempts  settled as  after    fence                                                     sent again  in the file"
+            "{:38}  attempts  {:10}  {:7}  {:56}  {:10}  in the file",
+            "the client was killed …", "settled as", "after", "fence", "sent again"
         );
         for (death, when, landed) in DEATHS {
             let death = serde_json::to_string(&death)?;
@@ -265,7 +266,7 @@ mod unix {
                 continue;
             };
             println!(
-                "{when:38} {:>8}  {:10}  {:>4} ms  {:56}  {:10}  {} time",
+                "{when:38}  {:>8}  {:10}  {:>4} ms  {:56}  {:10}  {} time",
                 found.attempts,
                 found.settled,
                 found.after.as_millis(),

@@ -34,24 +34,27 @@ use crate::{
 ///
 /// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
 /// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
-/// them ([`Entry::servers`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
+/// them ([`Entry::servers`]); or that it had started none ([`Entry::was_never_sent`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
 /// to be gone. Without one that can hold in time the check can only find that the write landed.
 ///
 /// ```no_run
 /// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
-/// use goaround::write_safety::{Resolve, ledger::Ledger};
+/// use std::time::Duration;
+/// use goaround::write_safety::{Resolve, ledger::{Ledger, servers_gone}};
 ///
 /// # async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
 /// #     Ok(doubt.unknown(""))
 /// # }
 /// # async fn run(ledger: impl Ledger, stack: mcp::Client) -> Result<(), BoxError> {
 /// // At the start, before the first call:
-/// for entry in ledger.in_doubt().await? {
+/// let entries = ledger.in_doubt().await?;
+/// servers_gone(&entries, Duration::from_secs(30)).await;
+/// for entry in &entries {
 ///     // What `keep_arguments(|request| request.raw_params().map(|params| params.get().to_owned()))` kept.
 ///     let Some(arguments) = &entry.arguments else { continue };
 ///     let params: serde_json::Value = serde_json::from_str(arguments)?;
 ///     let request = Request::new(entry.method.clone(), params)?;
-///     let resolved = Resolve::new(&ledger, &entry, request).run(check, &stack).await?;
+///     let resolved = Resolve::new(&ledger, entry, request).run(check, &stack).await?;
 ///     println!("{}: {:?}", entry.id, resolved.state);
 /// }
 /// # Ok(())
@@ -134,7 +137,8 @@ where
     /// Resolves it; probes go over that stack, by its own classification.
     ///
     /// A probe must run on a connection that was made after the old process was gone, or the fence does not count:
-    /// so list and resolve what is in doubt before the first call.
+    /// so list and resolve what is in doubt before the first call, and wait for the servers of all entries
+    /// ([`servers_gone`](super::ledger::servers_gone)) before the first of them.
     ///
     /// # Errors
     ///

@@ -126,7 +126,10 @@ fn fly(kind: &Kind, seed: u64, count: &mut Count) -> Result<Vec<String>, BoxErro
     (plan.declared, plan.deaths) = (kind.declared, kind.deaths);
 
     // Each write is told of three times. The first are entered while there is no server yet.
-    let moment = if rng.u8(..5) == 0 { rng.usize(..20) } else { rng.usize(..WRITES as usize * 3) };
+    let (moment, pause) = match rng.u8(..5) {
+        0 => (rng.usize(..16), 0),
+        _ => (rng.usize(..WRITES as usize * 3), rng.u64(..2000)),
+    };
     let mut client = Process::start("--write", &[&plan])?;
     client.read(|lines| lines.len() >= moment || lines.last().is_some_and(|line| line == "finished"))?;
     if kind.second {
@@ -135,7 +138,7 @@ fn fly(kind: &Kind, seed: u64, count: &mut Count) -> Result<Vec<String>, BoxErro
             return Err(format!("a second process got {status}: {lines:?}").into());
         }
     }
-    thread::sleep(Duration::from_micros(rng.u64(..2000)));
+    thread::sleep(Duration::from_micros(pause));
     let server_first = kind.with_server && rng.bool();
     if server_first {
         kill_server(&plan);
