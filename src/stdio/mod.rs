@@ -305,7 +305,7 @@ impl Child {
             *last = Some(started.end);
             let opened = Opened::new(builder.process(process).connect(started.pipes));
             if let (Some(registrar), Some(pid)) = (registrar, started.pid) {
-                registrar.started(pid, ends_effects).await?;
+                registrar.started(pid, started.born, ends_effects).await?;
             }
             Ok(opened)
         })

@@ -35,6 +35,7 @@ pub(crate) const CASES: &[(&str, Case)] = &[
     ("a_server_is_entered_before_anything_is_sent_to_it", entered_before),
     ("a_server_that_cannot_be_entered_gets_nothing_and_the_error_says_why", cannot_be_entered),
     ("a_ledger_that_never_answers_holds_up_no_call_and_no_shutdown", never_answers),
+    ("a_server_that_ends_at_once_is_known_to_be_gone", ends_at_once),
     ("two_stacks_on_one_ledger_do_not_mix_up_their_servers", two_stacks),
 ];
 
@@ -42,6 +43,8 @@ pub(crate) const CASES: &[(&str, Case)] = &[
 
 #[derive(Clone, Copy, PartialEq)]
 enum Then {
+    /// It passes, and is not looked at.
+    IsNoted,
     Passes,
     Fails,
     Hangs,
@@ -94,6 +97,10 @@ impl Ledger for Gate {
     }
 
     async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
+        if self.then == Then::IsNoted {
+            self.seen.lock().unwrap().push((server.clone(), 0));
+            return self.ledger.started(server).await;
+        }
         // It reads, and what was sent to it would be there soon.
         while !self.plan.lines("pids").contains(&server.pid.to_string()) {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -102,7 +109,7 @@ impl Ledger for Gate {
         let received = self.plan.lines("received").len();
         self.seen.lock().unwrap().push((server.clone(), received));
         match self.then {
-            Then::Passes => self.ledger.started(server).await,
+            Then::IsNoted | Then::Passes => self.ledger.started(server).await,
             Then::Fails => Err(LedgerError::Unavailable("no disk".into())),
             Then::Hangs => std::future::pending().await,
         }
@@ -259,6 +266,29 @@ fn never_answers() -> Result<(), BoxError> {
             expect_nothing(&gate, stack, call).await?;
             Ok(())
         })?;
+    }
+    Ok(())
+}
+
+/// Another thread may have reaped it by the time it is entered. One that could not be told from others would
+/// leave all writes of its stack without a fence.
+fn ends_at_once() -> Result<(), BoxError> {
+    let folder = tempfile::tempdir()?;
+    let gate = Gate::new(folder.path(), Then::IsNoted)?;
+    const TIMES: usize = 40;
+    block_on(async {
+        for _ in 0..TIMES {
+            let child = stdio::child(tokio::process::Command::new("true")).exit_ends_effects();
+            let stack = Stack::builder(child).writes(client::writes(gate.clone())).build()?;
+            let _ = stack.send(client::put("one", None)?).await;
+            stack.shutdown(PATIENCE).await;
+        }
+        Ok(())
+    })?;
+    let seen = gate.seen();
+    assert!(seen.len() >= TIMES);
+    for (server, _) in seen {
+        assert!(server.started.is_some() && server.is_gone(), "{server:?}");
     }
     Ok(())
 }

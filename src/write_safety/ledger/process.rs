@@ -27,8 +27,13 @@ impl Registrar {
     }
 
     /// Enters one. Until this resolves no write may go to it.
-    pub(crate) async fn started(&self, pid: u32, exit_ends_effects: bool) -> Result<(), LedgerError> {
-        self.ledger.started(ServerProcess::of(pid, self.stack, exit_ends_effects)).await
+    pub(crate) async fn started(
+        &self,
+        pid: u32,
+        born: Option<u64>,
+        exit_ends_effects: bool,
+    ) -> Result<(), LedgerError> {
+        self.ledger.started(ServerProcess::new(pid, born, self.stack, exit_ends_effects)).await
     }
 }
 
@@ -61,17 +66,22 @@ pub struct ServerProcess {
 }
 
 impl ServerProcess {
-    /// The process of that number, which runs now and leads a process group of its own.
-    pub(crate) fn of(pid: u32, stack: u64, exit_ends_effects: bool) -> Self {
+    /// The process of that number, which was started then and leads a process group of its own.
+    fn new(pid: u32, started: Option<u64>, stack: u64, exit_ends_effects: bool) -> Self {
         Self {
             pid,
             stack,
             exit_ends_effects,
-            started: system::started(pid),
+            started,
             boot: system::boot(),
             machine: system::machine(),
             namespace: system::namespace(),
         }
+    }
+
+    /// When the child of that number was started. To be asked before it is reaped.
+    pub(crate) fn born(pid: u32) -> Option<u64> {
+        system::started(pid)
     }
 
     /// Whether it and its whole group are gone for certain. `false` where that cannot be told: from another
@@ -244,7 +254,7 @@ mod tests {
     #[test]
     fn a_process_that_runs_is_not_gone_and_one_that_ended_is() {
         let mut child = sleeper();
-        let process = ServerProcess::of(child.id(), 1, true);
+        let process = ServerProcess::new(child.id(), ServerProcess::born(child.id()), 1, true);
         assert!(process.started.is_some() && process.boot.is_some() && process.namespace.is_some());
         assert!(!process.is_gone());
         child.kill().unwrap();
@@ -255,7 +265,7 @@ mod tests {
     #[test]
     fn what_cannot_be_told_is_not_gone() {
         let mut child = sleeper();
-        let running = ServerProcess::of(child.id(), 1, true);
+        let running = ServerProcess::new(child.id(), ServerProcess::born(child.id()), 1, true);
         child.kill().unwrap();
         child.wait().unwrap();
         let another = |change: fn(&mut ServerProcess)| {
@@ -280,7 +290,7 @@ mod tests {
     #[test]
     fn a_number_that_was_given_to_another_process_is_not_that_process() {
         let mut child = sleeper();
-        let mut process = ServerProcess::of(child.id(), 1, true);
+        let mut process = ServerProcess::new(child.id(), ServerProcess::born(child.id()), 1, true);
         process.started = process.started.map(|started| started - 1);
         assert!(process.is_gone());
         child.kill().unwrap();
