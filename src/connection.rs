@@ -69,8 +69,8 @@ pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
 }
 
-/// Has a connector of this crate enter each process that it starts.
-pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) {
+/// Has a connector of this crate enter each process that it starts; `false` if it is none.
+pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) -> bool {
     let connector = connector as &mut dyn Any;
     #[cfg(feature = "rmcp")]
     if let Some(connector) = connector.downcast_mut::<crate::sdk::Connector>() {
@@ -80,7 +80,10 @@ pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar)
         child.register_with(registrar);
     } else if let Some(stdio) = connector.downcast_mut::<crate::mcp::Stdio>() {
         stdio.register_with(registrar);
+    } else {
+        return false;
     }
+    true
 }
 
 /// What is wrong with a connector of this crate, if it is one and something is.

@@ -644,9 +644,8 @@ where
             false => (deadline, writes, retry, reconnect),
         };
         let number = writes.number();
-        if let Some(registrar) = writes.registrar(number) {
-            register_with(&mut connector, registrar);
-        }
+        let registrar = writes.registrar(number);
+        let entered = registrar.is_some_and(|registrar| register_with(&mut connector, registrar));
         let reconnecting = reconnect.layer(connector);
         let shared = Arc::new(Shared {
             closing: AtomicBool::new(false),
@@ -656,7 +655,7 @@ where
             reconnect: ReconnectHandle::of(&reconnecting),
             events,
         });
-        let layers = deadline.layer(writes.layer_as(number, retry.layer(reconnecting)));
+        let layers = deadline.layer(writes.layer_as(number, entered, retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))
     }
 }

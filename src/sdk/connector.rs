@@ -185,9 +185,14 @@ impl Connector {
         Arc::new(move |request| memory.classify(request))
     }
 
-    pub(crate) fn register_with(&mut self, registrar: Registrar) {
-        if let Source::Child(child) = &mut self.source {
-            child.register_with(registrar);
+    /// `false` where its servers are no children.
+    pub(crate) fn register_with(&mut self, registrar: Registrar) -> bool {
+        match &mut self.source {
+            Source::Child(child) => {
+                child.register_with(registrar);
+                true
+            }
+            _ => false,
         }
     }
 

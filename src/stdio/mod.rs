@@ -314,7 +314,7 @@ impl Child {
             *last = Some(started.end);
             // Before anything can be sent to it. If that fails it is ended, as its pipes are dropped.
             if let (Some(registrar), Some(pid)) = (registrar, started.pid) {
-                registrar.started(pid, ends_effects).await?;
+                registrar.started(pid, started.born, ends_effects).await?;
             }
             Ok((started.pipes, process))
         })

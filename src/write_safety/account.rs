@@ -23,6 +23,7 @@ pub(super) struct Account {
     arguments: Option<String>,
     first_sent: FirstSent,
     stack: u64,
+    servers_entered: bool,
     /// The ledger, where it has to be waited for.
     other: Option<Arc<dyn DynLedger>>,
     /// As of the last step that has ended; `None` while nobody knows it.
@@ -39,6 +40,7 @@ impl Account {
             arguments,
             first_sent: FirstSent::now(clock),
             stack: shared.stack,
+            servers_entered: shared.servers_entered,
             other: shared.ledger.other(),
             revision: None,
             step: None,
@@ -55,6 +57,7 @@ impl Account {
         let mut entry = Entry::new(self.id, method.to_owned(), effect, self.stack, self.first_sent.wall);
         entry.key = hold.map(|hold| hold.key().to_string());
         entry.arguments = self.arguments.take();
+        entry.servers_entered = self.servers_entered;
         entry
     }
 

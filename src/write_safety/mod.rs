@@ -158,6 +158,8 @@ struct Shared {
     ledger: AnyLedger,
     /// This service's number, which tells its writes in the ledger from those of others.
     stack: u64,
+    /// Whether the ledger is told of each server process before anything is sent to it.
+    servers_entered: bool,
 }
 
 /// What one clone of a service and its calls share: a reference count of their own.
@@ -186,12 +188,19 @@ pub struct WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req, Res> WriteSafety<S, Req, Res> {
-    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events, stack: u64) -> Self {
+    fn new(
+        inner: S,
+        config: Arc<Config<Req, Res>>,
+        events: Events,
+        stack: u64,
+        servers_entered: bool,
+    ) -> Self {
         let shared = Arc::new(Shared {
             checks: Semaphore::new(config.max_checks.max(1)),
             conflicts: Arc::default(),
             ledger: config.ledger.clone().unwrap_or_default(),
             stack,
+            servers_entered,
         });
         Self { inner, config, shared, lane: None, events, ids: CallIds::default() }
     }

@@ -279,7 +279,12 @@ impl Ledger for DurableLedger {
     }
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        Ok(self.0.shared.lock().book.in_doubt())
+        let entries = self.0.shared.lock().book.in_doubt();
+        for entry in &entries {
+            // It is remembered since when.
+            entry.servers_are_gone();
+        }
+        Ok(entries)
     }
 
     async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
