@@ -25,9 +25,9 @@
 //! The end of the file counts as torn, and is dropped, where
 //!
 //! - it ends before the frame does: nobody was told that this frame is stored;
-//! - or a part of the frame is zero, for at least 8 bytes and from border to border of its sectors of 512
-//!   bytes: so it is where a power cut came after the file grew and before the data was written. A frame that
-//!   is stored has no such zeros;
+//! - or a part of the frame between the borders of sectors of 512 bytes is zero: so it is where a power cut came
+//!   after the file grew and before the data was written. A frame that is stored has no such zeros, and by
+//!   empty lines at its end it is seen to that such a part has at least 8 bytes;
 //!
 //! and no later frame says that this one was synced before. Everything else that is not what was written is
 //! [`LedgerError::Damaged`], also in the last frame, and leaves the file as it is. That is also said of a torn

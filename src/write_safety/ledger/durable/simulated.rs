@@ -405,7 +405,7 @@ fn no_bytes_at_all_make_the_decoder_panic() {
                 payload[at] = random.u8(..);
             }
             let (at, synced) = (file.len() as u64, random.u64(..1000));
-            format::frame(&mut file, 3, at, synced, &payload);
+            format::frame(&mut file, 3, at, synced, payload);
         }
         match format::decode(&file) {
             Ok(_) => good += 1,

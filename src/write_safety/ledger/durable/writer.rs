@@ -365,7 +365,7 @@ impl<D: Disk> Writer<D> {
                 payload.extend_from_slice(&queued.line);
             }
             let mut frame = Vec::with_capacity(format::FRAME_HEADER + payload.len());
-            format::frame(&mut frame, self.number, self.length, self.synced, &payload);
+            format::frame(&mut frame, self.number, self.length, self.synced, payload);
             self.disk.append(&frame)?;
             self.length += frame.len() as u64;
             self.unsynced.get_or_insert_with(Instant::now);
