@@ -100,6 +100,8 @@
 //!
 //! - `backoff`: schedules of the crate `backoff` for [`RetryReadOnly`]. That crate is unmaintained
 //!   (RUSTSEC-2025-0012), so it is offered and never pulled in by itself.
+//! - `ledger-durable`: `DurableLedger`, which keeps the writes in doubt in a file, over a crash. It brings no
+//!   crate.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
