@@ -985,3 +985,51 @@ async fn h05_a_part_that_was_seen_is_not_forgotten_when_the_attempt_ends_between
     assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
     assert!(error.to_string().contains("applied in part"), "{error}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_fence_that_makes_a_second_copy_harmless_says_nothing_of_the_first_where_none_is_answered() {
+    type Says = fn(&Doubt) -> Verdict<Res>;
+    let says: [Says; 2] =
+        [|doubt| doubt.not_landed_deduplicated(3600 * SECOND), |doubt| doubt.not_landed_conditional()];
+    for says in says {
+        // Another write came in between.
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let check = move |doubt: Doubt| async move {
+            tokio::time::sleep(SECOND).await;
+            Ok::<_, BoxError>(says(&doubt))
+        };
+        let ledger = MemoryLedger::new();
+        let service = service(&lab, WriteSafetyLayer::new(check).ledger(ledger.clone()));
+        let first = tokio::spawn(service.clone().oneshot(write()));
+        tokio::time::sleep(SECOND / 2).await;
+        service.clone().oneshot(write()).await.unwrap();
+        let error = first.await.unwrap().unwrap_err();
+        assert_eq!(error.outcome(), Outcome::Unknown, "{error}");
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+
+        // The replay is not sent.
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(fail(CallError::not_sent("x")));
+        let service = self::service(&lab, WriteSafetyLayer::new(check));
+        let error = service.oneshot(write()).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 2), "{error}");
+
+        // Dropped on its way to the replay.
+        let lab = Lab::new();
+        lab.write(fail(closed().after(20 * SECOND)));
+        let service = self::service(&lab, WriteSafetyLayer::new(check));
+        let call = tokio::spawn(service.oneshot(write()));
+        tokio::time::sleep(3 * SECOND).await;
+        call.abort();
+        let _ = call.await;
+        assert_eq!(lab.events.abandoned(), 1);
+
+        // After a restart.
+        let lab = Lab::new();
+        let store = Store::new(&lab.log);
+        let entry = lost(&store, SystemTime::now());
+        let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+        assert!(matches!(resolved.state, State::InDoubt { .. }), "{resolved:?}");
+    }
+}

@@ -771,17 +771,8 @@ where
 
     /// The server may have forgotten the key, so that nothing is known of the write any more.
     fn key_is_over(&mut self, why: &'static str) -> CallError {
-        self.unsettle();
+        unsettle(&mut self.attempts, |_| true);
         self.last_error().note(why)
-    }
-
-    /// What a verdict said of the attempts holds no longer.
-    fn unsettle(&mut self) {
-        for attempt in &mut self.attempts {
-            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                attempt.settled = None;
-            }
-        }
     }
 
     /// Another write was handed over since the attempt that was to be replayed.
@@ -801,11 +792,7 @@ where
         self.attempts.extend(self.replaced.take());
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
-            for attempt in &mut self.attempts {
-                if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                    attempt.settled = None;
-                }
-            }
+            unsettle(&mut self.attempts, |_| true);
             return self
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
@@ -1007,7 +994,11 @@ where
             }
             Err(error) => {
                 let error = error.judged_by(self.parts.basis);
-                Err(error.after_attempts(mem::take(&mut self.attempts)))
+                let mut error = error.after_attempts(mem::take(&mut self.attempts));
+                if error.delivery() != Delivery::Answered {
+                    unsettle(error.attempts_mut(), |fence| !fence.stops_the_attempt());
+                }
+                Err(error)
             }
         };
         let outcome = result.as_ref().err().map(CallError::outcome);
@@ -1170,6 +1161,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
+        unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt());
         let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
@@ -1198,6 +1190,15 @@ fn not_landed(attempts: &[Attempt], why: &str) -> State {
 fn settle_all(attempts: &mut [Attempt], by: &Settled) {
     for attempt in attempts.iter_mut().filter(|attempt| attempt.is_in_doubt()) {
         attempt.settled = Some(by.clone());
+    }
+}
+
+/// What a verdict said of the attempts by such a fence holds no longer.
+fn unsettle(attempts: &mut [Attempt], by: impl Fn(&Fence) -> bool) {
+    for attempt in attempts {
+        if matches!(&attempt.settled, Some(Settled::NotLanded(fence)) if by(fence)) {
+            attempt.settled = None;
+        }
     }
 }
 

@@ -35,7 +35,9 @@ use crate::{
 /// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
 /// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
 /// them ([`Entry::servers`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
-/// to be gone. Without one that can hold in time the check can only find that the write landed.
+/// to be gone. Without one that can hold in time the check can only find that the write landed. A key that the
+/// server keeps, and a compare-and-set, are none here: they say that a second copy does no harm, and none is
+/// sent, so that the entry stays in doubt.
 ///
 /// ```no_run
 /// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
@@ -215,7 +217,11 @@ where
         let in_doubt = |why: Cow<'static, str>| State::InDoubt { reason: why.into_owned() };
         let (state, response) = match verdict {
             Verdict::Landed(response) => (State::Landed { by: "check".to_owned() }, response),
-            Verdict::NotLanded(fence) => (State::by_fence(&fence), None),
+            Verdict::NotLanded(fence) if fence.stops_the_attempt() => (State::by_fence(&fence), None),
+            // Nothing is sent here that would take its place.
+            Verdict::NotLanded(fence) => {
+                (in_doubt(format!("absent, and may yet land; {fence}").into()), None)
+            }
             Verdict::InFlight { .. } => (in_doubt("still being processed".into()), None),
             Verdict::Partial => (in_doubt("applied in part".into()), None),
             Verdict::Unknown(why) => (in_doubt(why), None),
