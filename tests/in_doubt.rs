@@ -1033,3 +1033,35 @@ async fn a_fence_that_makes_a_second_copy_harmless_says_nothing_of_the_first_whe
         assert!(matches!(resolved.state, State::InDoubt { .. }), "{resolved:?}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_a_layer_in_between_gave_up_while_bytes_were_unsent_is_not_replayed_before_they_are_out()
+{
+    let lab = Lab::new();
+    let log = lab.log.clone();
+    lab.write(Box::new(move |request: Req| {
+        let activity = request.context().activity().unwrap().clone();
+        assert!(activity.adopt());
+        // The frame is begun, and finished whatever becomes of its call.
+        tokio::spawn(async move {
+            tokio::time::sleep(10 * SECOND).await;
+            activity.sent();
+            log.note("sent");
+        });
+        Box::pin(std::future::pending())
+    }));
+    lab.write(answer(2));
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND))
+        .layer(WriteSafetyLayer::new(check).quarantine(SECOND))
+        .map_err(|error: BoxError| CallError::from_boxed(error))
+        .layer(tower::timeout::TimeoutLayer::new(SECOND))
+        .service(lab.connection());
+    let result = service.oneshot(write()).await;
+    assert!(
+        lab.log.timed() == ["0 write", "10000 sent", "11000 write"] || lab.writes() == 1,
+        "{:?} {result:?}",
+        lab.log.timed()
+    );
+}

@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll, ready},
+    task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
@@ -30,7 +30,7 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
     deadline::Until,
@@ -504,11 +504,18 @@ where
                     None => error,
                 }))
             }
+            // As long as bytes are unwritten no replay starts.
+            Rule::Check if error.scope() == Scope::Call && self.is_unsent() => self.in_doubt(error),
             Rule::Check => match self.unchecked_replay() {
                 Some((replay, request)) => self.replay_after(error, replay, request),
                 None => self.in_doubt(error),
             },
         }
+    }
+
+    /// Whether bytes of the attempt are still to be sent, as far as its connection tells.
+    fn is_unsent(&self) -> bool {
+        self.parts.current.activity.poll_sent(&mut Context::from_waker(Waker::noop())).is_err()
     }
 
     /// What the server's answer to our own key says, if the caller can read it.
@@ -836,7 +843,7 @@ where
             first_sent: self.parts.account.first_sent().clone(),
             since: doubt.since,
             not_before: doubt.not_before,
-            ended_at: doubt.ended_at,
+            stopped_at: doubt.ended_at.filter(|_| doubt.is_stopped()),
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
             partial: Arc::clone(&doubt.partial),
@@ -859,7 +866,7 @@ where
             Verdict::Landed(response) => return self.landed(response, pending),
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
-                    && pending
+                    && !doubt.is_stopped()
                     && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
                     return self.not_landed(fence, pending);
@@ -1203,6 +1210,11 @@ fn unsettle(attempts: &mut [Attempt], by: impl Fn(&Fence) -> bool) {
 }
 
 impl<Res> Doubt<Res> {
+    /// Whether the attempt's connection has ended, so that nothing of it is sent any more.
+    fn is_stopped(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.scope() == Scope::Connection)
+    }
+
     fn new() -> Self {
         Self {
             since: Instant::now(),

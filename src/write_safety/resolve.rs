@@ -198,7 +198,7 @@ where
             first_sent: FirstSent { at: now, wall: entry.entered, clock },
             since: now,
             not_before: None,
-            ended_at: Some(now),
+            stopped_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
             checking: Arc::default(),
             partial: Arc::default(),
