@@ -1065,3 +1065,16 @@ async fn a_write_that_a_layer_in_between_gave_up_while_bytes_were_unsent_is_not_
         lab.log.timed()
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_key_is_free_only_when_the_last_of_two_writes_in_doubt_is_settled() {
+    let lab = Lab::new();
+    lab.write(later(2 * SECOND, Ok(1))).write(hang()).write(answer(3));
+    let layer = WriteSafetyLayer::new(|_: Doubt| std::future::pending::<Checked>());
+    let service = service(&lab, by_account(layer.attempt_timeout(SECOND).check_timeout(50 * SECOND)));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    let _second = tokio::spawn(service.clone().oneshot(to("a")));
+    first.await.unwrap().unwrap();
+    let third = service.clone().oneshot(to("a")).await;
+    assert!(third.is_err(), "sent while the second is in doubt");
+}
