@@ -1078,3 +1078,46 @@ async fn a_key_is_free_only_when_the_last_of_two_writes_in_doubt_is_settled() {
     let third = service.clone().oneshot(to("a")).await;
     assert!(third.is_err(), "sent while the second is in doubt");
 }
+
+#[test]
+fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
+    use std::sync::atomic::AtomicBool;
+
+    for round in 0..200 {
+        let (sent, checking) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+        let server = service_fn({
+            let sent = sent.clone();
+            move |_: Req| {
+                sent.fetch_add(1, Ordering::SeqCst);
+                std::future::ready(Err::<Res, _>(closed()))
+            }
+        });
+        let check = {
+            let checking = checking.clone();
+            move |doubt: Doubt| {
+                checking.store(true, Ordering::SeqCst);
+                async move {
+                    (0..50).for_each(|_| std::thread::yield_now());
+                    Ok::<_, BoxError>(doubt.unknown("x"))
+                }
+            }
+        };
+        let service = by_account(WriteSafetyLayer::new(check)).layer(server);
+        let first = service.clone();
+        let over = Arc::new(AtomicBool::new(false));
+        let done = over.clone();
+        let one = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let _ = runtime.block_on(first.oneshot(to("a")));
+            done.store(true, Ordering::SeqCst);
+        });
+        let mut other = service.clone();
+        while !checking.load(Ordering::SeqCst) {}
+        while !over.load(Ordering::SeqCst) {
+            drop(other.call(to("a")));
+        }
+        drop(other.call(to("a")));
+        one.join().unwrap();
+        assert_eq!(sent.load(Ordering::SeqCst), 1, "round {round}");
+    }
+}
