@@ -1121,3 +1121,25 @@ fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
         assert_eq!(sent.load(Ordering::SeqCst), 1, "round {round}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_waits_for_its_ledger_while_its_key_falls_in_doubt_is_not_sent() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Err(closed()))).write(answer(3));
+    let store = Store::new(&lab.log);
+    let layer = WriteSafetyLayer::new(|_: Doubt| std::future::pending::<Checked>());
+    let service = service(
+        &lab,
+        by_account(layer.attempt_timeout(30 * SECOND).check_timeout(50 * SECOND)).ledger(store.clone()),
+    );
+    let _first = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND / 2).await;
+    let gate = store.gates["enter"].acquire_many(100).await.unwrap();
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND).await;
+    drop(gate);
+    let second = second.await.unwrap();
+    assert!(second.is_err(), "sent while the first is in doubt");
+    assert!(matches!(refusal(&second.unwrap_err()), Refusal::KeyInDoubt(_)));
+    assert!(store.entries().iter().any(|entry| matches!(entry.state, State::NotLanded { .. })));
+}

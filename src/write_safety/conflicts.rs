@@ -153,6 +153,12 @@ impl Hold {
         true
     }
 
+    /// Another call with its key that is in doubt.
+    pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
+        let keys = self.of.lock();
+        keys.get(&self.key)?.doubts.iter().find(|(held, _)| *held != self.id).cloned()
+    }
+
     /// It is in doubt: until that ends, later writes with its key are refused.
     pub(super) fn doubt(&self, method: &str) {
         if let Some(state) = self.of.lock().get_mut(&self.key) {

@@ -724,6 +724,13 @@ where
         if let Err(error) = granted {
             return Poll::Ready(Err(self.not_granted(error, &errand)));
         }
+        if !matches!(errand, Errand::Replay(_))
+            && let Some((id, method)) = self.parts.hold.as_ref().and_then(Hold::in_its_way)
+        {
+            let error = refused(LedgerError::KeyInDoubt { id, method });
+            let error = error.of_call(&self.parts.name, self.parts.effect);
+            return Poll::Ready(Err(error.with_attempt(None)));
+        }
         self.waited = waited;
         self.timed_out = false;
         match errand {
