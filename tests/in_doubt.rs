@@ -1143,3 +1143,18 @@ async fn a_write_that_waits_for_its_ledger_while_its_key_falls_in_doubt_is_not_s
     assert!(matches!(refusal(&second.unwrap_err()), Refusal::KeyInDoubt(_)));
     assert!(store.entries().iter().any(|entry| matches!(entry.state, State::NotLanded { .. })));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_under_way_when_it_turns_out_that_nothing_was_sent_is_used_for_the_later_replay() {
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Err(CallError::not_sent("late")))).write(fail(closed())).write(answer(7));
+    let store = Store::new(&lab.log).shut("claim");
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed_because("tested")) };
+    let layer = WriteSafetyLayer::new(check).attempt_timeout(SECOND).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(4 * SECOND).await;
+    store.gates["claim"].add_permits(100);
+    let result = call.await.unwrap();
+    assert_eq!(store.state(), State::Answered, "{result:?} {:?}", lab.log.all());
+    assert_eq!(result.unwrap(), 7);
+}

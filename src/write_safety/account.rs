@@ -28,8 +28,17 @@ pub(super) struct Account {
     /// As of the last step that has ended; `None` while nobody knows it.
     revision: Option<u64>,
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
+    /// Whether its replay was claimed, also if it was not needed in the end.
+    claim: Claim,
     /// Whether somebody else has settled it.
     lost: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Claim {
+    None,
+    UnderWay,
+    Granted,
 }
 
 impl Account {
@@ -42,6 +51,7 @@ impl Account {
             other: shared.ledger.other(),
             revision: None,
             step: None,
+            claim: Claim::None,
             lost: false,
         }
     }
@@ -83,9 +93,12 @@ impl Account {
         }));
     }
 
-    /// Begins to claim its replay.
+    /// Begins to claim its replay, if it is not claimed already.
     pub(super) fn claim(&mut self) {
-        if let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step) {
+        if self.claim == Claim::None
+            && let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step)
+        {
+            self.claim = Claim::UnderWay;
             self.step = Some(Arc::clone(ledger).claim(self.id, revision));
         }
     }
@@ -97,6 +110,9 @@ impl Account {
         self.step = None;
         self.revision = result.as_ref().ok().copied();
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
+        if self.claim == Claim::UnderWay && result.is_ok() {
+            self.claim = Claim::Granted;
+        }
         Poll::Ready(result.map(drop))
     }
 
