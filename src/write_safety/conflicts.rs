@@ -42,6 +42,8 @@ pub(super) struct Unrecorded {
     pub(super) id: EntryId,
     pub(super) method: String,
     pub(super) revision: u64,
+    /// Whether its replay may have been claimed since.
+    pub(super) claiming: bool,
     pub(super) state: State,
 }
 
@@ -112,11 +114,11 @@ impl Hold {
         &self.of
     }
 
-    /// Its doubt stays, and the ledger could not record it.
-    pub(super) fn leave(&self, method: String, revision: u64, doubt: State) {
+    /// Its doubt stays, and the ledger could not record it, or nobody knows whether it did.
+    pub(super) fn leave(&self, method: String, revision: u64, claiming: bool, doubt: State) {
         let mut keys = self.of.lock();
         let state = keys.entry(Arc::clone(&self.key)).or_default();
-        state.unrecorded.push(Unrecorded { id: self.id, method, revision, state: doubt });
+        state.unrecorded.push(Unrecorded { id: self.id, method, revision, claiming, state: doubt });
     }
 
     /// The doubts with its key that the ledger has yet to record before it is asked about this one.
