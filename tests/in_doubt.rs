@@ -161,6 +161,34 @@ impl Ledger for NoHints {
     }
 }
 
+/// A store one of whose operations panics.
+#[derive(Clone)]
+struct PanicsAt(Store, &'static str);
+impl Ledger for PanicsAt {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "enter");
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "settle");
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "claim");
+        self.0.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+    fn abandon(&self, id: EntryId, state: State) {
+        Ledger::abandon(&self.0, id, state);
+        assert_ne!(self.1, "abandon");
+    }
+}
+
 /// Polls once; whether it is pending.
 fn poll_once<F: Future>(call: &mut std::pin::Pin<Box<F>>) -> bool {
     call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
@@ -1223,5 +1251,54 @@ async fn a_write_whose_claim_hung_until_its_deadline_keeps_its_key_whether_or_no
             store.claim(entry.id, entry.revision).await.unwrap();
         }
         assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though the first is in doubt {taken}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_that_panics_when_it_settles_leaves_the_write_in_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(PanicsAt(store.clone(), "settle"));
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    assert!(call.await.is_err());
+    assert!(!store.state().is_closed(), "{:?}", store.state());
+    assert_eq!(lab.events.doubts() + lab.events.abandoned(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_that_panics_at_a_hint_loses_no_report() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(PanicsAt(store.clone(), "abandon"));
+    let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+    assert!(poll_once(&mut call));
+    drop(call);
+    assert_eq!(lab.events.abandoned(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wall_clock_that_panics_loses_no_report() {
+    for panics_at in 1..6 {
+        for keyed in [false, true] {
+            let lab = Lab::new();
+            lab.write(fail(closed()));
+            lab.write(fail(closed()));
+            let ledger = MemoryLedger::new();
+            let calls = AtomicU32::new(0);
+            let mut layer = Safety::refuse().ledger(ledger.clone()).wall_clock(move || {
+                assert!(calls.fetch_add(1, Ordering::Relaxed) != panics_at);
+                SystemTime::now()
+            });
+            if keyed {
+                layer =
+                    layer.keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND));
+            }
+            let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+            let _ = call.await;
+            let reports = lab.events.doubts() + lab.events.abandoned();
+            assert_eq!((reports, ledger.in_doubt().await.unwrap().len()), (1, 1), "{panics_at} {keyed}");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! One write's entry in the ledger, from before its first byte to its end.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
@@ -148,7 +149,7 @@ impl Account {
                 if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
                     let mut entry = self.entry(method, effect, hold);
                     entry.state = state.clone();
-                    entry.changed = self.first_sent.clock.now();
+                    entry.changed = self.first_sent.clock.now_or(self.first_sent.wall);
                     memory.keep(entry);
                 }
                 None
@@ -160,7 +161,7 @@ impl Account {
                 if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
                     hold.leave(method.to_owned(), self.last, self.claim == Claim::UnderWay, state.clone());
                 }
-                ledger.abandon(self.id, state.clone());
+                hint(&*ledger, self.id, state.clone());
                 None
             }
         }
@@ -231,6 +232,11 @@ impl<Res> Closing<Res> {
     }
 }
 
+/// Gives a ledger a hint, mostly from a destructor, where a panic would abort.
+fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
+    let _ = catch_unwind(AssertUnwindSafe(|| ledger.abandon(id, state)));
+}
+
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         let Some(state) = self.state.take() else { return };
@@ -238,7 +244,7 @@ impl<Res> Drop for Closing<Res> {
             hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
         }
         if let Some(ledger) = &self.ledger {
-            ledger.abandon(self.id, state);
+            hint(&**ledger, self.id, state);
         }
     }
 }

@@ -118,6 +118,8 @@ struct WriteCall<S, Req, Res> {
     trail: Option<Arc<Trail>>,
     /// Whether a service is being called, so that a panic leaves a doubt.
     handing_over: bool,
+    /// Whether the end of an attempt is being judged, which calls the caller's code, so that a panic leaves a doubt.
+    judging: bool,
     /// Whether an attempt itself succeeded, rather than a check that found it.
     answered: bool,
 }
@@ -247,8 +249,8 @@ where
 {
     type Output = Result<S::Response, CallError>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.as_mut().project();
         match this.kind {
             Kind::Passing { reporter, call, basis, effect } => {
                 let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
@@ -272,18 +274,15 @@ where
                 let result = ready!(write.call.poll(this.attempt.as_mut(), write.timer, cx));
                 // Resolved: from here on nobody abandons it.
                 this.attempt.set(None);
-                let closed = write.call.close(result);
-                match closed {
+                match write.call.close(result) {
                     Ok(result) => {
                         *this.kind = Kind::Done;
-                        Poll::Ready(result)
+                        return Poll::Ready(result);
                     }
-                    Err(mut closing) => {
-                        let result = closing.poll(cx);
-                        *this.kind = if result.is_pending() { Kind::Closing(closing) } else { Kind::Done };
-                        result
-                    }
+                    // Before the ledger is polled: should that panic, the write is not abandoned besides.
+                    Err(closing) => *this.kind = Kind::Closing(closing),
                 }
+                self.poll(cx)
             }
             Kind::Closing(closing) => {
                 let result = ready!(closing.poll(cx));
@@ -318,7 +317,10 @@ where
             {
                 attempt.set(None);
                 timer.set(None);
-                match self.attempt_ended(result) {
+                self.judging = true;
+                let next = self.attempt_ended(result);
+                self.judging = false;
+                match next {
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
@@ -1092,6 +1094,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             refused: None,
             trail: None,
             handing_over: false,
+            judging: false,
             answered: false,
         }
     }
@@ -1170,7 +1173,8 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let replaced = self.replaced.take();
         let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
         self.attempts.extend(replaced);
-        if in_doubt || self.handing_over {
+        let unjudged = self.judging && !self.attempts.iter().any(Attempt::is_in_doubt);
+        if in_doubt || self.handing_over || unjudged {
             let mut attempt = Attempt::unanswered("abandoned");
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);

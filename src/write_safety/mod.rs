@@ -36,6 +36,7 @@ mod verdict;
 
 use std::{
     fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::{Duration, SystemTime},
@@ -119,6 +120,11 @@ impl WallClock {
 
     fn now(&self) -> SystemTime {
         self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
+    }
+
+    /// The time, or that one if the caller's clock panics.
+    fn now_or(&self, other: SystemTime) -> SystemTime {
+        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or(other)
     }
 }
 
