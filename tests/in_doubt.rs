@@ -1302,3 +1302,15 @@ async fn a_wall_clock_that_panics_loses_no_report() {
         }
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_deadline_has_passed_when_its_ledger_is_first_asked_ends_without_a_deadline_layer() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(store.clone());
+    let call = layer.layer(lab.connection()).oneshot(write().within(Duration::ZERO));
+    let call = tokio::spawn(call);
+    tokio::time::sleep(SECOND).await;
+    assert!(call.is_finished(), "hangs");
+    assert_eq!(call.await.unwrap().unwrap_err().outcome(), Outcome::NotDone);
+}

@@ -307,7 +307,8 @@ where
         mut timer: Pin<&mut Option<Sleep>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<S::Response, CallError>> {
-        let mut first = !mem::replace(&mut self.polled, true);
+        // With a ledger it has been read by then.
+        let mut first = !mem::replace(&mut self.polled, true) && self.way.is_none();
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
