@@ -1314,3 +1314,16 @@ async fn a_write_whose_deadline_has_passed_when_its_ledger_is_first_asked_ends_w
     assert!(call.is_finished(), "hangs");
     assert_eq!(call.await.unwrap().unwrap_err().outcome(), Outcome::NotDone);
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_time_that_the_ledger_takes_to_enter_a_write_is_not_its_attempts() {
+    let lab = Lab::new();
+    lab.write(later(SECOND / 10, Ok(1)));
+    let store = Store::new(&lab.log).shut("enter");
+    let layer = absent(&lab).attempt_timeout(SECOND).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(2 * SECOND).await;
+    store.gates["enter"].add_permits(100);
+    assert_eq!(call.await.unwrap().unwrap(), 1);
+    assert_eq!((lab.log.count("check"), lab.events.doubts()), (0, 0));
+}

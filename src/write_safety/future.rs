@@ -737,8 +737,8 @@ where
         self.waited = waited;
         self.timed_out = false;
         match errand {
-            Errand::First => self.count_hand_over(),
-            Errand::Again => {
+            // What the ledger took is not the attempt's time.
+            Errand::First | Errand::Again => {
                 self.parts.current = match self.parts.until.left(Instant::now()) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
