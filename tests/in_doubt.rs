@@ -1327,3 +1327,20 @@ async fn the_time_that_the_ledger_takes_to_enter_a_write_is_not_its_attempts() {
     assert_eq!(call.await.unwrap().unwrap(), 1);
     assert_eq!((lab.log.count("check"), lab.events.doubts()), (0, 0));
 }
+
+#[tokio::test(start_paused = true)]
+async fn no_quarantine_counts_for_an_entry_of_this_very_run() {
+    let lab = Lab::new();
+    lab.write(marked(1000 * SECOND, 2000 * SECOND, Ok(1)));
+    let ledger = MemoryLedger::new();
+    let service = service(&lab, Safety::refuse().ledger(ledger.clone()));
+    service.oneshot(write().within(SECOND)).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let resolved = Resolve::new(&ledger, &entry, write())
+        .quarantine(SECOND)
+        .run_over(check, lab.connection())
+        .await
+        .unwrap();
+    assert_eq!(resolved.verdict, VerdictKind::Unknown);
+}

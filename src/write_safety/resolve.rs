@@ -102,7 +102,9 @@ where
     }
 
     /// Declares that nothing of a dead owner lands later than this after its end: see
-    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default.
+    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default. It says nothing of an
+    /// entry of [this very run](super::ledger::EntryId::is_own), whose connection may live on with bytes of the write
+    /// still to be sent.
     pub fn quarantine(mut self, quarantine: Duration) -> Self {
         self.quarantine = Some(quarantine);
         self
@@ -253,7 +255,9 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
     const LONGEST_PAUSE: Duration = Duration::from_millis(200);
     let call = entry.id.call();
     let observable = entry.servers.iter().all(|server| server.exit_ends_effects) && !entry.servers.is_empty();
-    let holds = quarantine.and_then(|quarantine| entry.orphaned.unwrap_or(start).checked_add(quarantine));
+    // Of this very run a connection may live on, and hold bytes that are not written yet.
+    let orphaned = entry.orphaned.or_else(|| (!entry.id.is_own()).then_some(start));
+    let holds = orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
     let patience = start.checked_add(within / 3 * 2);
     // It must leave a tenth of the time for the check.
     let latest = start.checked_add(within / 10 * 9);
@@ -284,6 +288,9 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
 /// Why no fence holds, and what would give one.
 fn without_fence(entry: &Entry, quarantine: Option<Duration>, observable: bool) -> Cow<'static, str> {
     match (quarantine, observable) {
+        (Some(_), _) if entry.id.is_own() => {
+            "absent, but no fence holds: this process made the call itself, and bytes of it may still be to be sent"
+        }
         (Some(_), _) => "absent, but no fence holds: the quarantine does not fit in the time given",
         (None, true) => {
             "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
