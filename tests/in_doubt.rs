@@ -1344,3 +1344,13 @@ async fn no_quarantine_counts_for_an_entry_of_this_very_run() {
         .unwrap();
     assert_eq!(resolved.verdict, VerdictKind::Unknown);
 }
+
+#[tokio::test(start_paused = true)]
+async fn h05_what_was_found_in_part_is_not_replayed_by_trust() {
+    let lab = Lab::new();
+    lab.write(later(20 * SECOND, Err(unavailable()))).write(answer(2));
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.partial()) };
+    let layer = WriteSafetyLayer::new(check).attempt_timeout(SECOND).trust(goaround::Evidence::Unavailable);
+    let result = service(&lab, layer).oneshot(write()).await;
+    assert_eq!(lab.writes(), 1, "{result:?}");
+}

@@ -411,7 +411,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if self.replay.is_some() {
+        if self.replay.is_some() || self.was_found_in_part() {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -423,6 +423,11 @@ where
         let idempotent = config.replay_idempotent && self.parts.effect == Effect::Idempotent;
         let replay = by_key().or_else(|| idempotent.then_some(Replay::Idempotent))?;
         Some((replay, self.parts.kept.as_ref().and_then(replica)?))
+    }
+
+    /// Whether a check has found the write applied in part: then it is never replayed.
+    fn was_found_in_part(&self) -> bool {
+        self.doubt.as_ref().is_some_and(|doubt| doubt.partial.load(Ordering::Relaxed))
     }
 
     fn replay_unchecked(&mut self, replay: Replay, request: Req, wait: Duration) {
@@ -471,7 +476,10 @@ where
             attempt.waited += mem::take(&mut self.waited);
         }
         let trusted = match error.cause() {
-            Cause::Evidence(evidence) => self.parts.lane.config.trust.contains(evidence),
+            // What a check found in part was processed, whatever the refusal says.
+            Cause::Evidence(evidence) => {
+                self.parts.lane.config.trust.contains(evidence) && !self.was_found_in_part()
+            }
             _ => false,
         };
         let rule = error.rule(self.parts.effect, trusted);
