@@ -1354,3 +1354,30 @@ async fn h05_what_was_found_in_part_is_not_replayed_by_trust() {
     let result = service(&lab, layer).oneshot(write()).await;
     assert_eq!(lab.writes(), 1, "{result:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_check_that_is_under_way_when_a_key_counts_again_does_not_end_the_replay() {
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Err(closed()))).write(later(20 * SECOND, Ok(7)));
+    let log = lab.log.clone();
+    let check = move |doubt: Doubt| {
+        log.note("check");
+        async move {
+            tokio::time::sleep(5 * SECOND).await;
+            Ok::<_, BoxError>(doubt.not_landed_because("tested"))
+        }
+    };
+    let clock = Arc::new(AtomicU64::new(1000));
+    let now = clock.clone();
+    let layer = WriteSafetyLayer::new(check)
+        .attempt_timeout(SECOND)
+        .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND))
+        .wall_clock(move || SystemTime::UNIX_EPOCH + Duration::from_secs(now.load(Ordering::Relaxed)));
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(SECOND / 2).await;
+    clock.store(900, Ordering::Relaxed);
+    tokio::time::sleep(SECOND).await;
+    clock.store(1002, Ordering::Relaxed);
+    let result = call.await.unwrap();
+    assert_eq!(result.unwrap(), 7, "{:?}", lab.log.timed());
+}

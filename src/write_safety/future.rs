@@ -432,6 +432,8 @@ where
 
     fn replay_unchecked(&mut self, replay: Replay, request: Req, wait: Duration) {
         let doubt = self.begin_doubt();
+        // A check that is under way would say nothing of the replay.
+        doubt.settling = None;
         doubt.fence = match &replay {
             Replay::Keyed(fence) => Some(fence.clone()),
             _ => None,
