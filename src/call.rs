@@ -611,7 +611,8 @@ impl Clone for CallIds {
 ///
 /// A connection that marks says so with [`Activity::adopt`] before the request can be sent. What it then
 /// leaves unmarked has not happened. One that never marks is treated as if all bytes were sent at the
-/// moment that the attempt timed out.
+/// moment that the attempt timed out. One whose call ends alone, without its connection
+/// ([`Scope::Call`](crate::Scope::Call)), before its last byte was marked counts as still being sent.
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,

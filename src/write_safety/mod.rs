@@ -36,6 +36,7 @@ mod verdict;
 
 use std::{
     fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::{Duration, SystemTime},
@@ -119,6 +120,11 @@ impl WallClock {
 
     fn now(&self) -> SystemTime {
         self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
+    }
+
+    /// The time, or that one if the caller's clock panics.
+    fn now_or(&self, other: SystemTime) -> SystemTime {
+        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or(other)
     }
 }
 
@@ -360,11 +366,13 @@ where
     /// Whether a write with that conflict key may be handed over.
     fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
         let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
+        let hold = self.shared.conflicts.enter(key.into(), id);
+        let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
+        // In that order: a doubt that ends its call is in the ledger before its hold goes.
         if let Some(memory) = self.shared.ledger.memory() {
-            memory.admit(&key).map_err(refuse)?;
+            memory.admit(hold.key()).map_err(refuse)?;
         }
-        let conflicts = &self.shared.conflicts;
-        conflicts.enter(key.into(), id).map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))
+        Ok(hold)
     }
 }
 

@@ -47,8 +47,9 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// Until when the server asks to be left alone.
     pub(super) not_before: Option<Instant>,
-    /// When the attempt ended, if it has: none of its bytes was sent later.
-    pub(super) ended_at: Option<Instant>,
+    /// When its connection ended, if it has: none of its bytes was sent later. That the call ended is not enough:
+    /// a layer in between may have given it up, and a frame that was begun is finished.
+    pub(super) stopped_at: Option<Instant>,
     pub(super) until: Until,
     /// Set while a check runs, which goes by facts that can no longer change.
     pub(super) checking: Arc<AtomicBool>,
@@ -116,7 +117,7 @@ where
             };
             facts.checking.store(true, Ordering::Relaxed);
             // What such a check finds absent may leave while it looks.
-            let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
+            let unsent = facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
             let now = Instant::now();
             let until = check_until(self.check_timeout, facts.until.at(now), now);
             let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
@@ -287,11 +288,11 @@ fn is_still_there(closure: Option<&Closure>) -> bool {
 /// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
 /// bounds when they arrive.
 async fn last_byte(facts: &Facts) -> Instant {
-    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.ended_at) {
+    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.stopped_at) {
         (Ok(Some(at)), _) => Poll::Ready(at),
         // The connection marks nothing.
         (Ok(None), _) => Poll::Ready(facts.since),
-        (Err(_), Some(ended)) => Poll::Ready(ended),
+        (Err(_), Some(stopped)) => Poll::Ready(stopped),
         (Err(_), None) => Poll::Pending,
     })
     .await
