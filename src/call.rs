@@ -254,14 +254,90 @@ pub struct CallContext {
     activity: Option<Arc<Activity>>,
     /// Where the call's events go, its trail, and what moves its deadline.
     pub(crate) events: Events,
+    marks: Marks,
+}
+
+/// The effect and its basis, and what the layers have noted: in one word, which is written and read as a whole. A
+/// call's context is read just after it was written, and the processor waits where a read spans several writes.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Marks(u32);
+
+impl Marks {
+    const EFFECT: u32 = 0b11;
+    const BASIS: u32 = 0b1100;
     /// Whether a layer resolved the deadline from its default, so that a nested one may shorten it.
-    pub(crate) by_default: bool,
+    const BY_DEFAULT: u32 = 1 << 4;
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
-    pub(crate) entered: bool,
+    const ENTERED: u32 = 1 << 5;
     /// Whether a write-safety layer that may replay the call has it already: of nested ones only that one
     /// settles doubts.
-    pub(crate) guarded: bool,
-    effect: Option<(Effect, Basis)>,
+    const GUARDED: u32 = 1 << 6;
+    /// Whether the stack has asked the classifier, so that its write-safety layer need not.
+    const JUDGED: u32 = 1 << 7;
+
+    #[inline]
+    const fn effect(self) -> Option<Effect> {
+        match self.0 & Self::EFFECT {
+            0 => None,
+            1 => Some(Effect::ReadOnly),
+            2 => Some(Effect::Idempotent),
+            _ => Some(Effect::Write),
+        }
+    }
+
+    #[inline]
+    const fn basis(self) -> Basis {
+        match (self.0 & Self::BASIS) >> 2 {
+            0 => Basis::Default,
+            1 => Basis::Protocol,
+            2 => Basis::Caller,
+            _ => Basis::TrustedAnnotation,
+        }
+    }
+
+    #[inline]
+    const fn stamped(self, effect: Effect, basis: Basis) -> Self {
+        let effect = match effect {
+            Effect::ReadOnly => 1,
+            Effect::Idempotent => 2,
+            Effect::Write => 3,
+        };
+        let basis = match basis {
+            Basis::Default => 0,
+            Basis::Protocol => 1,
+            Basis::Caller => 2,
+            Basis::TrustedAnnotation => 3,
+        };
+        Self(self.0 & !(Self::EFFECT | Self::BASIS) | effect | basis << 2)
+    }
+
+    /// The stamp alone.
+    const fn stamp(self) -> Self {
+        Self(self.0 & (Self::EFFECT | Self::BASIS))
+    }
+
+    #[inline]
+    const fn has(self, mark: u32) -> bool {
+        self.0 & mark != 0
+    }
+
+    #[inline]
+    const fn set(&mut self, mark: u32, to: bool) {
+        self.0 = if to { self.0 | mark } else { self.0 & !mark };
+    }
+}
+
+impl fmt::Debug for Marks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Marks")
+            .field("effect", &self.effect())
+            .field("basis", &self.basis())
+            .field("by_default", &self.has(Self::BY_DEFAULT))
+            .field("entered", &self.has(Self::ENTERED))
+            .field("guarded", &self.has(Self::GUARDED))
+            .field("judged", &self.has(Self::JUDGED))
+            .finish()
+    }
 }
 
 impl CallContext {
@@ -335,32 +411,73 @@ impl CallContext {
     #[inline]
     pub fn set_deadline(&mut self, deadline: Deadline) {
         self.deadline = deadline;
-        self.by_default = false;
+        self.marks.set(Marks::BY_DEFAULT, false);
     }
 
     /// Sets a deadline that came from a layer's default.
     #[inline]
     pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
         self.deadline = deadline;
-        self.by_default = true;
+        self.marks.set(Marks::BY_DEFAULT, true);
     }
 
     /// The effect that somebody stamped on the call.
     #[inline]
     pub fn effect(&self) -> Option<Effect> {
-        self.effect.map(|(effect, _)| effect)
+        self.marks.effect()
     }
 
     /// Who stamped it.
     #[inline]
     pub fn basis(&self) -> Basis {
-        self.effect.map_or(Basis::Default, |(_, basis)| basis)
+        self.marks.basis()
     }
 
     /// Stamps the call: what it may do, and who said so.
     #[inline]
     pub fn stamp(&mut self, effect: Effect, basis: Basis) {
-        self.effect = Some((effect, basis));
+        self.marks = self.marks.stamped(effect, basis);
+    }
+
+    /// Whether a layer resolved the deadline from its default.
+    #[inline]
+    pub(crate) const fn is_by_default(&self) -> bool {
+        self.marks.has(Marks::BY_DEFAULT)
+    }
+
+    /// Whether a layer of this crate has the call already.
+    #[inline]
+    pub(crate) const fn is_entered(&self) -> bool {
+        self.marks.has(Marks::ENTERED)
+    }
+
+    #[inline]
+    pub(crate) const fn set_entered(&mut self, entered: bool) {
+        self.marks.set(Marks::ENTERED, entered);
+    }
+
+    /// Whether a write-safety layer that may replay the call has it already.
+    #[inline]
+    pub(crate) const fn is_guarded(&self) -> bool {
+        self.marks.has(Marks::GUARDED)
+    }
+
+    #[inline]
+    pub(crate) const fn set_guarded(&mut self, guarded: bool) {
+        self.marks.set(Marks::GUARDED, guarded);
+    }
+
+    #[inline]
+    pub(crate) const fn set_judged(&mut self, judged: bool) {
+        self.marks.set(Marks::JUDGED, judged);
+    }
+
+    /// Whether the stack has asked the classifier; said once.
+    #[inline]
+    pub(crate) const fn take_judged(&mut self) -> bool {
+        let judged = self.marks.has(Marks::JUDGED);
+        self.marks.set(Marks::JUDGED, false);
+        judged
     }
 
     /// Until when the current attempt is waited for, where that is earlier than the deadline.
@@ -393,8 +510,8 @@ impl CallContext {
     /// The context as somebody may see it who is not to send the call: nothing of an attempt is in it.
     pub(crate) fn to_be_seen(&self) -> Self {
         // What a layer stamped for the way down says nothing of what somebody makes of the request.
-        let effect = self.effect.filter(|(_, basis)| *basis != Basis::Default);
-        Self { id: self.id, effect, ..self.clone() }
+        let stamp = if self.basis() == Basis::Default { Marks::default() } else { self.marks.stamp() };
+        Self { id: self.id, marks: stamp, ..self.clone() }
     }
 
     /// The context of another attempt of the same call.
@@ -406,10 +523,7 @@ impl CallContext {
             attempt_until: self.attempt_until,
             activity: self.activity.clone(),
             events: self.events.share(),
-            by_default: self.by_default,
-            entered: self.entered,
-            guarded: self.guarded,
-            effect: self.effect,
+            marks: self.marks,
         }
     }
 
@@ -426,9 +540,7 @@ impl CallContext {
             && self.id == other.id
             && self.deadline == other.deadline
             && self.attempt_until == other.attempt_until
-            && self.effect == other.effect
-            && (self.by_default, self.entered, self.guarded)
-                == (other.by_default, other.entered, other.guarded)
+            && self.marks == other.marks
     }
 }
 
@@ -437,7 +549,7 @@ impl Clone for CallContext {
         // What moves the deadline is the other call's own.
         let progress = self.progress().map(|progress| Arc::new(Progress::clone(progress)));
         let events = progress.map(Events::with_progress).unwrap_or_default();
-        Self { deadline: self.deadline, events, effect: self.effect, ..Self::default() }
+        Self { deadline: self.deadline, events, marks: self.marks.stamp(), ..Self::default() }
     }
 }
 

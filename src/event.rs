@@ -293,10 +293,10 @@ impl Events {
 /// call, whose `on_event` the layers below use too, and which reports a failure.
 #[inline]
 pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Events) -> bool {
-    if context.entered {
+    if context.is_entered() {
         return false;
     }
-    context.entered = true;
+    context.set_entered(true);
     context.identify(ids);
     if events.is_set() {
         context.events.go_to(events);

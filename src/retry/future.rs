@@ -106,7 +106,7 @@ where
     }
 
     #[inline(always)]
-    pub(super) fn read(
+    pub(crate) fn read(
         future: S::Future,
         handle: Arc<Handle<S>>,
         kept: Req,
@@ -371,7 +371,8 @@ impl<S, Req: Call> Read<S, Req> {
 
         let closed = error.closure().filter(|_| error.scope() == Scope::Connection);
         let freed = match (closed, error.delivery()) {
-            (Some(closure), Delivery::Ambiguous) => {
+            // A session that is gone takes its calls down as a connection does.
+            (Some(closure), Delivery::Ambiguous | Delivery::NotProcessed) => {
                 progress.closures += 1;
                 if progress.closures > 1 {
                     return Err(Some(match closure.in_flight() {
@@ -400,7 +401,13 @@ impl<S, Req: Call> Read<S, Req> {
                 let Some(wait) = progress.waits.next() else {
                     return Err(Some("no further attempt: the backoff schedule has ended".into()));
                 };
-                (budget.is_none_or(|budget| budget.withdraw()), wait)
+                // What was in flight at one event costs as much as one call.
+                let loss = error.loss().filter(|_| progress.made == 1);
+                let granted = budget.is_none_or(|budget| match loss {
+                    Some(loss) => loss.charge_once(|| budget.withdraw()),
+                    None => budget.withdraw(),
+                });
+                (granted, wait)
             }
         };
         if !granted {
@@ -485,9 +492,7 @@ impl<S, Req: Call> Read<S, Req> {
     /// Pays the budget back, and reports a success that took more than one attempt.
     #[inline]
     fn succeeded(&mut self) {
-        if let Some(budget) = &self.handle.options.budget {
-            budget.deposit();
-        }
+        self.handle.deposit();
         if let Some(progress) = self.progress.take() {
             self.succeeded_at_last(*progress);
         }

@@ -213,7 +213,7 @@ impl Drop for Guard {
 enum Never {}
 
 /// The child's standard input and output as one transport. Dropping it tells the supervisor.
-pub(super) struct Pipes {
+pub(crate) struct Pipes {
     stdin: Option<ChildStdin>,
     stdout: ChildStdout,
     _closed: oneshot::Sender<Never>,

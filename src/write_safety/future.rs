@@ -186,7 +186,7 @@ impl<S, Req> ResponseFuture<S, Req>
 where
     S: Service<Req>,
 {
-    pub(super) fn passing(
+    pub(crate) fn passing(
         attempt: S::Future,
         reporter: Option<Events>,
         call: CallId,

@@ -222,6 +222,16 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
+    /// What says what a call is taken for.
+    pub(crate) fn classifier(&self) -> Option<&Classifier<Req>> {
+        self.config.classify.as_ref()
+    }
+
+    /// The inner service.
+    pub(crate) fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
     /// What that call is taken for, and who says so.
     pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
         let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
@@ -245,7 +255,8 @@ where
     }
 
     fn call(&mut self, mut request: Req) -> Self::Future {
-        if let Some(classify) = &self.config.classify
+        if !request.context_mut().take_judged()
+            && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
         {
             request.context_mut().stamp(effect, basis);
@@ -263,7 +274,7 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() || context.guarded {
+        if !effect.is_write() || context.is_guarded() {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
@@ -271,7 +282,7 @@ where
         if let Some(outer) = context.activity() {
             outer.take_over();
         }
-        context.guarded = self.config.may_replay();
+        context.set_guarded(self.config.may_replay());
         match self.begin(request, call, effect, basis, outermost) {
             Ok(future) => future,
             Err(error) => ResponseFuture::refused(error),
