@@ -32,7 +32,7 @@ mod unix {
     };
 
     use goaround::{
-        BoxError, Effect, Event, InDoubt, Stack, Verdict, VerdictKind, WriteSafetyLayer,
+        BoxError, Effect, Event, Fence, InDoubt, Stack, Verdict, VerdictKind, WriteSafetyLayer,
         jsonrpc::{Request, Response},
         stdio,
         write_safety::{
@@ -181,7 +181,7 @@ mod unix {
                 .quarantine(Duration::from_secs(5))
                 .on_event(move |event| {
                     if let (Event::InDoubt(report), Ok(mut told)) = (event, told.lock()) {
-                        *told = report.fence.as_ref().map_or("none".to_owned(), ToString::to_string);
+                        *told = report.fence.as_ref().map(name_of).unwrap_or_default();
                     }
                 })
                 .run(check, &invoices)
@@ -212,6 +212,13 @@ mod unix {
         }
         invoices.shutdown(Duration::from_secs(5)).await;
         Ok(())
+    }
+
+    /// As it stands in reports.
+    fn name_of(fence: &Fence) -> String {
+        let fence = serde_json::to_value(fence).unwrap_or_default();
+        let word = |of: &str| fence[of].as_str().unwrap_or_default().to_owned();
+        format!("{} ({})", word("fence"), word("basis"))
     }
 
     // ===== The parent =====
@@ -255,7 +262,7 @@ mod unix {
         let invoices = invoices(folder)?;
         let times = |token: &str| invoices.iter().filter(|invoice| *invoice == token).count();
         println!(
-            "{:38}  attempts  {:10}  {:7}  {:56}  {:10}  in the file",
+            "{:38}  attempts  {:10}  {:7}  {:23}  {:10}  in the file",
             "the client was killed …", "settled as", "after", "fence", "sent again"
         );
         for (death, when, landed) in DEATHS {
@@ -266,7 +273,7 @@ mod unix {
                 continue;
             };
             println!(
-                "{when:38}  {:>8}  {:10}  {:>4} ms  {:56}  {:10}  {} time",
+                "{when:38}  {:>8}  {:10}  {:>4} ms  {:23}  {:10}  {} time",
                 found.attempts,
                 found.settled,
                 found.after.as_millis(),

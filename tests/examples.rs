@@ -58,11 +58,10 @@ fn own_child_settles_its_writes_in_doubt() {
 fn crash_recovery_settles_what_seven_dead_clients_left_and_sends_again_what_did_not_land() {
     let text = run("crash_recovery", &[]);
     // Where the system does not tell of another's processes, the declared bound is the fence.
-    let gone =
-        if cfg!(target_os = "linux") { "observed: the server's process group is gone" } else { "declared" };
+    let gone = if cfg!(target_os = "linux") { "process_gone (observed)" } else { "quarantine (declared)" };
     let mut lines = text.lines().skip(1);
     for (when, attempts, settled, fence, again) in [
-        ("before the server was started", "1", "not landed", "observed: nothing was sent", "yes"),
+        ("before the server was started", "1", "not landed", "never_sent (observed)", "yes"),
         ("before the send", "1", "not landed", gone, "yes"),
         ("before the server committed", "1", "not landed", gone, "yes"),
         ("after it had committed, reply lost", "1", "landed", gone, "no"),

@@ -293,9 +293,16 @@ fn ends_at_once() -> Result<(), BoxError> {
     Ok(())
 }
 
+fn resolve<'a>(
+    ledger: &'a DurableLedger,
+    entry: &'a Entry,
+) -> Result<Resolve<'a, DurableLedger, Request>, BoxError> {
+    Ok(Resolve::new(ledger, entry, client::request_of(entry)?).within(Duration::from_secs(2)))
+}
+
 fn two_stacks() -> Result<(), BoxError> {
     let folder = tempfile::tempdir()?;
-    let [one, two] = [("one", Ending::AtOnce), ("two", Ending::Waits)].map(|(name, ending)| {
+    let [one, two] = [("one", Ending::AtOnce), ("two", Ending::Never)].map(|(name, ending)| {
         let mut plan = Plan::new(folder.path().join(name), 1, ending);
         (plan.ledger, plan.hold) = (Some(folder.path().join("ledger")), true);
         plan
@@ -330,30 +337,36 @@ fn two_stacks() -> Result<(), BoxError> {
             matches!(error.cause(), Cause::Refused(Refusal::KeyInDoubt(id)) if *id == first.id),
             "{error}"
         );
-        let within = Duration::from_secs(2);
-        let resolve = |entry| {
-            let request = client::request_of(entry)?;
-            Ok::<_, BoxError>(Resolve::new(&ledger, entry, request).within(within))
-        };
-        let resolved = resolve(&first)?.run(client::check, &stack).await?;
+        let resolved = resolve(&ledger, &first)?.run(client::check, &stack).await?;
         assert_eq!(resolved.verdict, VerdictKind::NotLanded, "{resolved:?}");
         stack.send(client::put("third", Some(1))?).await?;
         stack.shutdown(PATIENCE).await;
         assert_eq!(one.lines("effects"), ["third"]);
 
-        // The other's server is still there, and has not done it yet.
+        // The other's server is still there.
         let stack = client::stack(&next(&two), ledger.clone())?;
-        let resolved = resolve(&second)?.run(client::check, &stack).await?;
+        let resolved = resolve(&ledger, &second)?.run(client::check, &stack).await?;
         assert_eq!(resolved.verdict, VerdictKind::Unknown, "{resolved:?}");
         let State::InDoubt { reason } = &resolved.state else { panic!("{resolved:?}") };
         assert!(reason.contains("not known to be gone"), "{reason}");
-        std::fs::write(two.file("go"), "")?;
-        let entries = ledger.in_doubt().await?;
-        assert!(servers_gone(&entries, PATIENCE).await);
-        let resolved = resolve(&entries[0])?.run(client::check, &stack).await?;
-        assert_eq!(resolved.verdict, VerdictKind::Landed, "{resolved:?}");
-        stack.shutdown(PATIENCE).await;
-        assert_eq!(two.lines("effects"), ["second"]);
+
+        // Once it is gone, a connection that is older does not count.
+        let pid = rustix::process::Pid::from_raw(second.servers[0].pid.try_into()?).ok_or("no pid")?;
+        rustix::process::kill_process_group(pid, rustix::process::Signal::KILL)?;
+        for (stack, verdict) in [
+            (stack, VerdictKind::Unknown),
+            (client::stack(&next(&two), ledger.clone())?, VerdictKind::NotLanded),
+        ] {
+            let entries = ledger.in_doubt().await?;
+            assert!(servers_gone(&entries, PATIENCE).await);
+            let resolved = resolve(&ledger, &entries[0])?.run(client::check, &stack).await?;
+            assert_eq!(resolved.verdict, verdict, "{resolved:?}");
+            if let State::InDoubt { reason } = resolved.state {
+                assert!(reason.contains("older than the fence"), "{reason}");
+            }
+            stack.shutdown(PATIENCE).await;
+        }
+        assert_eq!(two.lines("effects"), Vec::<String>::new());
         assert!(ledger.in_doubt().await?.is_empty());
         Ok(())
     })

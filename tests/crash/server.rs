@@ -31,8 +31,8 @@ pub(crate) enum Ending {
     AtOnce,
     /// It waits, and then does all that it has read.
     LivesOn,
-    /// It waits until there is a file called `go`, and then does all that it has read.
-    Waits,
+    /// It works on nothing, and does not end.
+    Never,
     /// It hands all that it has read to a process outside its group, which does it later: its exit does not end
     /// its effects, whatever anybody declares.
     HandsOn,
@@ -119,9 +119,7 @@ impl Server {
             return Ok(json!({ "found": effects.lines().filter(|line| *line == token).count() }));
         }
         if self.plan.hold && !self.ended.load(Ordering::SeqCst) {
-            let go = self.plan.file("go");
-            let waits = || self.plan.ending == Ending::Waits && !go.exists();
-            while !self.ended.load(Ordering::SeqCst) || waits() {
+            while !self.ended.load(Ordering::SeqCst) || self.plan.ending == Ending::Never {
                 thread::sleep(Duration::from_millis(1));
             }
         }

@@ -86,6 +86,8 @@
 //!   [`mcp::stdio`](crate::mcp::stdio()) starts, before anything is sent to them; if one cannot be entered, nothing is.
 //!   Bare layers and foreign connectors enter none: for their writes a crash leaves only declared fences. A process
 //!   that is started by hand, or has left its group, is not known either.
+//! - *Within one run* an entry does not tell to which of its stack's servers the write went, so that the one in use
+//!   must be gone too. What such a run leaves unknown can be settled by a declared fence, by hand, or by the next run.
 //! - *Conflict keys.* A key stays blocked over the restart until its write is settled or forgotten.
 //!   [`forget`](Ledger::forget) frees it though the write may land later.
 //! - *To send it again* is a new decision, and a new write. Others that were in flight at the same time may have
@@ -128,6 +130,8 @@ use tokio::time::Instant;
 #[cfg(feature = "ledger-durable")]
 pub use self::durable::{DurableLedger, DurableLedgerOptions, decode_durable};
 pub(crate) use self::process::Registrar;
+#[cfg(feature = "ledger-durable")]
+use self::process::servers_of;
 pub use self::{
     memory::MemoryLedger,
     process::{ServerProcess, servers_gone},
@@ -464,7 +468,8 @@ impl Entry {
     /// Whether all server processes that may have got it are gone, and their effects with them, as the caller
     /// declared; `false` where that cannot be seen, and where none is known.
     ///
-    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists: a probe of a check counts only on a
+    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists, or of each server whether it
+    /// [is gone](ServerProcess::is_gone): a probe of a check counts only on a
     /// connection that was made after they were seen to be gone.
     pub fn servers_are_gone(&self) -> bool {
         self.gone_since().is_some()

@@ -1,7 +1,7 @@
 //! Who a server process is, so that another process can tell later whether it is gone.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     sync::{Mutex, PoisonError},
     time::Duration,
 };
@@ -42,7 +42,7 @@ impl Registrar {
 ///
 /// Of its process group, since that is what makes the effects
 /// ([`exit_ends_effects`](crate::stdio::Child::exit_ends_effects)).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ServerProcess {
     /// Its number, which is its group's too.
@@ -152,6 +152,11 @@ enum Seen {
     Nothing,
 }
 
+/// The server processes of all those entries, each once: the entries of one run share theirs.
+pub(super) fn servers_of(entries: &[Entry]) -> HashSet<&ServerProcess> {
+    entries.iter().flat_map(|entry| &entry.servers).collect()
+}
+
 /// Waits until the server processes of all those entries are gone, as far as their end can be seen from here, but
 /// no longer than that. `true` if all are gone, or there are none.
 ///
@@ -159,12 +164,7 @@ enum Seen {
 /// probe of [`Resolve`](super::Resolve) runs on a connection that was made after they were gone.
 pub async fn servers_gone(entries: &[Entry], within: Duration) -> bool {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-    let mut servers: Vec<&ServerProcess> = Vec::new();
-    for server in entries.iter().flat_map(|entry| &entry.servers) {
-        if !servers.contains(&server) {
-            servers.push(server);
-        }
-    }
+    let mut servers = servers_of(entries);
     let start = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {

@@ -68,7 +68,7 @@ use self::{
     format::{MOST_ENTRY, Owner, Record, millis},
     writer::{Limits, Shared, Undo, Writer},
 };
-use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, this_run};
+use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, servers_of, this_run};
 
 /// How long the words of a state may be.
 const MOST_WORDS: usize = 1024;
@@ -280,9 +280,9 @@ impl Ledger for DurableLedger {
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
         let entries = self.0.shared.lock().book.in_doubt();
-        for entry in &entries {
+        for server in servers_of(&entries) {
             // It is remembered since when.
-            entry.servers_are_gone();
+            server.is_gone();
         }
         Ok(entries)
     }
