@@ -1,0 +1,190 @@
+//! The simulator: random worlds on one thread each, with tokio's clock paused, in which one seed decides
+//! everything. Whatever happens in them, no write takes effect twice as long as what was declared is true,
+//! what callers are told is true, and every unknown is reported.
+//!
+//! Two harnesses share the world: `full` has the real stack over the real JSON-RPC client on an in-memory
+//! pipe, `lean` an in-memory service under the same layers. What is declared falsely, and a guard that is
+//! off, must be found out: see `controls`.
+//!
+//! - `GOAROUND_SEEDS=n` flies n full seeds and five times as many lean ones (20,000 and 100,000 by default).
+//! - `GOAROUND_SEED=full/7` (or `lean/7`) replays one and prints its history.
+//! - `GOAROUND_FROM=s` begins with that seed.
+#![allow(missing_docs, unreachable_pub)]
+
+mod fly;
+mod judge;
+mod lean;
+mod world;
+
+use std::{
+    collections::BTreeMap,
+    process::ExitCode,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use self::{
+    fly::Flown,
+    world::{Branch, Lies},
+};
+
+/// How many full seeds a run has; five times as many are lean.
+const SEEDS: u64 = 20_000;
+/// How many seeds a thread takes at once.
+const CHUNK: u64 = 50;
+/// How many broken seeds are shown.
+const SHOWN: usize = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Lean,
+}
+
+impl Kind {
+    const ALL: [Self; 1] = [Kind::Lean];
+
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Lean => "lean",
+        }
+    }
+
+    pub fn run(self, seed: u64, lies: Lies, record: bool) -> Flown {
+        match self {
+            Kind::Lean => fly::run::<lean::Lean>(seed, lies, record),
+        }
+    }
+}
+
+/// What many seeds came to.
+#[derive(Default)]
+struct Tally {
+    seeds: u64,
+    wrong: BTreeMap<&'static str, u64>,
+    broken: Vec<(Kind, u64)>,
+    covered: BTreeMap<&'static str, u64>,
+    /// On how many threads, and how long.
+    busy: Duration,
+}
+
+impl Tally {
+    fn add(&mut self, kind: Kind, seed: u64, flown: &Flown) {
+        self.seeds += 1;
+        for (branch, name) in Branch::ALL {
+            if flown.covered & 1 << *branch as u64 != 0 {
+                *self.covered.entry(*name).or_default() += 1;
+            }
+        }
+        for wrong in &flown.wrong {
+            *self.wrong.entry(wrong.kind()).or_default() += 1;
+        }
+        if !flown.wrong.is_empty() {
+            self.broken.push((kind, seed));
+        }
+    }
+
+    fn merge(&mut self, other: Tally) {
+        self.seeds += other.seeds;
+        self.busy += other.busy;
+        self.broken.extend(other.broken);
+        other.wrong.into_iter().for_each(|(kind, count)| *self.wrong.entry(kind).or_default() += count);
+        other.covered.into_iter().for_each(|(name, count)| *self.covered.entry(name).or_default() += count);
+    }
+
+    /// Per second and core.
+    fn speed(&self) -> u64 {
+        (self.seeds as f64 / self.busy.as_secs_f64().max(1e-9)) as u64
+    }
+}
+
+/// Flies those seeds on all cores.
+fn fly_all(kind: Kind, from: u64, seeds: u64, lies: Lies) -> Tally {
+    let next = AtomicU64::new(from);
+    let all = Mutex::new(Tally::default());
+    let threads = thread::available_parallelism().map_or(1, |cores| cores.get());
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let (mut tally, start) = (Tally::default(), Instant::now());
+                loop {
+                    let first = next.fetch_add(CHUNK, Ordering::Relaxed);
+                    let last = (first + CHUNK).min(from + seeds);
+                    if first >= last {
+                        break;
+                    }
+                    (first..last).for_each(|seed| tally.add(kind, seed, &kind.run(seed, lies, false)));
+                }
+                tally.busy = start.elapsed();
+                all.lock().unwrap().merge(tally);
+            });
+        }
+    });
+    all.into_inner().unwrap()
+}
+
+fn number(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number")))
+}
+
+/// Flies one seed again, with its history.
+fn replay(kind: Kind, seed: u64) -> bool {
+    let flown = kind.run(seed, Lies::default(), true);
+    println!("{}", flown.history);
+    for wrong in &flown.wrong {
+        println!("{}/{seed}: {wrong:?}", kind.name());
+    }
+    println!("GOAROUND_SEED={}/{seed} cargo test --test simulation", kind.name());
+    flown.wrong.is_empty()
+}
+
+fn seed_of(text: &str) -> Option<(Kind, u64)> {
+    let (kind, seed) = text.trim().split_once('/')?;
+    let kind = Kind::ALL.into_iter().find(|known| known.name() == kind)?;
+    Some((kind, seed.parse().ok()?))
+}
+
+fn main() -> ExitCode {
+    if let Ok(seed) = std::env::var("GOAROUND_SEED") {
+        let Some((kind, seed)) = seed_of(&seed) else {
+            eprintln!("GOAROUND_SEED must be like lean/7 or full/7");
+            return ExitCode::FAILURE;
+        };
+        return if replay(kind, seed) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
+    let seeds = number("GOAROUND_SEEDS").unwrap_or(SEEDS);
+    let from = number("GOAROUND_FROM").unwrap_or(0);
+    let mut all = Tally::default();
+    let mut speeds = String::new();
+    for kind in Kind::ALL {
+        let seeds = if kind == Kind::Lean { seeds * 5 } else { seeds };
+        let tally = fly_all(kind, from, seeds, Lies::default());
+        for (branch, name) in Branch::ALL {
+            let _ = branch;
+            println!("{} {name}: {}", kind.name(), tally.covered.get(name).copied().unwrap_or_default());
+        }
+        speeds += &format!(" {}={} ({}/s and core)", kind.name(), tally.seeds, tally.speed());
+        all.merge(tally);
+    }
+    all.broken.sort_by_key(|(_, seed)| *seed);
+    for (kind, seed) in all.broken.iter().take(SHOWN) {
+        replay(*kind, *seed);
+    }
+    let of = |kind: &str| all.wrong.get(kind).copied().unwrap_or_default();
+    for (kind, count) in &all.wrong {
+        println!("{kind}: {count}");
+    }
+    println!(
+        "seeds={} duplicates={} lost={} unreported={} late={}{speeds}",
+        all.seeds,
+        of("duplicates"),
+        of("lost"),
+        of("unreported"),
+        of("late"),
+    );
+    if all.broken.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

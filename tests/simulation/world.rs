@@ -1,0 +1,800 @@
+//! The world of one seed: servers that keep when each write was applied, what becomes of each message, and
+//! what was seen. Everything that is left to chance is drawn from the seed.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    future::poll_fn,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use fastrand::Rng;
+use goaround::CallId;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::judge::{Told, Wrong};
+
+/// Nothing takes effect later than this after its last byte, in milliseconds: the truth about the servers.
+pub const LANDS_WITHIN: u64 = 4_000;
+
+pub fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+// ===== What a run is to be =====
+
+/// What is changed about the truth, to see whether it is noticed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lies {
+    /// The quarantine that is declared is shorter than what the servers need.
+    pub short_quarantine: bool,
+    /// Effects are declared to end with a process that leaves some behind.
+    pub exit_ends_nothing: bool,
+    /// The check says that it did not land, for a reason of its own, whenever it finds nothing.
+    pub because: bool,
+    /// Writes that touch each other are declared independent.
+    pub independent: bool,
+    /// A transport that keeps copies is declared exact.
+    pub exact_writes: bool,
+    /// The evidence that is trusted is sent after the fact.
+    pub trusted_evidence: bool,
+    /// The check reads what was there when the doubt arose.
+    pub old_snapshot: bool,
+    /// A connection that holds requests up marks nothing.
+    pub unmarked: bool,
+    /// A connection says of all that it did not send that nothing was sent.
+    pub says_not_sent: bool,
+    /// A connection never withdraws and never says when it gives up: answers come after the deadline.
+    pub sleeps_in: bool,
+}
+
+/// What the seed says of its world.
+#[derive(Debug)]
+pub struct Plan {
+    pub lies: Lies,
+    /// Whether connections mark what became of a request's bytes.
+    pub marks: bool,
+    /// Whether a process's effects end with it.
+    pub ends_effects: bool,
+    pub declares_it: bool,
+    /// Whether a process sees what was there when it started, and its own writes, and nothing else.
+    pub cached: bool,
+    pub quarantine: Option<u64>,
+    pub independent: bool,
+    /// Whether there is no check.
+    pub refuses: bool,
+    pub trusts: bool,
+    /// Whether the transport keeps copies of what it was offered.
+    pub leaks: bool,
+    pub silence_probe: bool,
+    /// What happens how often, in percent.
+    pub faults: Faults,
+}
+
+#[derive(Debug)]
+pub struct Faults {
+    /// Of one message, in the link.
+    pub stall: u32,
+    pub cut: u32,
+    pub refuse_write: u32,
+    /// Of one write, in the server; the rest goes well.
+    pub fates: [u32; FATES],
+    /// Of a connect.
+    pub connect_fails: u32,
+    pub connect_hangs: u32,
+    /// A process ends by itself.
+    pub dies: u32,
+    /// A process says nothing any more.
+    pub falls_silent: u32,
+    pub check_fails: u32,
+}
+
+/// What a server does with a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Applied and answered.
+    Done,
+    Lost,
+    ReplyLost,
+    /// Applied, and the process closes before the answer.
+    ClosesAfter,
+    /// The process closes its output first, and goes on.
+    ClosesBefore,
+    /// Applied, and the answer comes when the connection is closed.
+    ReplyTooLate,
+    /// Refused before it was looked at.
+    RateLimit,
+    /// A gateway gave up, on a server that does it.
+    UnavailableDone,
+    UnavailableNot,
+    SessionUnknown,
+    Error,
+    ResetDone,
+    ResetNot,
+}
+
+const ALL_FATES: [Fate; FATES] = [
+    Fate::Lost,
+    Fate::ReplyLost,
+    Fate::ClosesAfter,
+    Fate::ClosesBefore,
+    Fate::ReplyTooLate,
+    Fate::RateLimit,
+    Fate::UnavailableDone,
+    Fate::UnavailableNot,
+    Fate::SessionUnknown,
+    Fate::Error,
+    Fate::ResetDone,
+    Fate::ResetNot,
+];
+const FATES: usize = 12;
+
+impl Fate {
+    fn lands(self) -> bool {
+        matches!(
+            self,
+            Fate::Done
+                | Fate::ReplyLost
+                | Fate::ClosesAfter
+                | Fate::ClosesBefore
+                | Fate::ReplyTooLate
+                | Fate::UnavailableDone
+                | Fate::ResetDone
+        )
+    }
+}
+
+/// What a server says about a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reply {
+    Done,
+    Count(u32),
+    RateLimit(Duration),
+    Unavailable,
+    SessionUnknown,
+    Error,
+    Reset,
+    /// Nothing at all.
+    Silence,
+}
+
+impl Plan {
+    fn new(rng: &mut Rng, lies: Lies) -> Self {
+        let ends_effects = rng.bool();
+        let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
+        let mut fates = [0; FATES];
+        fates.iter_mut().for_each(|fate| *fate = percent(14));
+        let faults = Faults {
+            stall: percent(60),
+            cut: percent(25),
+            refuse_write: percent(10),
+            fates,
+            connect_fails: percent(40),
+            connect_hangs: percent(10),
+            dies: percent(60),
+            falls_silent: percent(10),
+            check_fails: percent(40),
+        };
+        let quarantine = (rng.u32(0..100) < 65).then(|| LANDS_WITHIN + 1);
+        let leaks = rng.u32(0..100) < 30;
+        Self {
+            lies,
+            marks: rng.bool() && !lies.unmarked,
+            ends_effects: ends_effects && !lies.exit_ends_nothing,
+            declares_it: (ends_effects && rng.u32(0..100) < 90) || lies.exit_ends_nothing,
+            // What is read must not be older than the write: a quarantine alone does not see to that.
+            cached: ends_effects && quarantine.is_none() && rng.bool(),
+            quarantine: match lies.short_quarantine {
+                true => Some(LANDS_WITHIN / 20),
+                false => quarantine,
+            },
+            independent: rng.bool() || lies.independent,
+            refuses: rng.u32(0..100) < 8,
+            trusts: rng.bool() || lies.trusted_evidence,
+            leaks: leaks || lies.exact_writes,
+            silence_probe: rng.bool(),
+            faults,
+        }
+    }
+}
+
+// ===== What is there, and what was seen =====
+
+#[derive(Clone)]
+pub struct World(Arc<Inner>);
+
+struct Inner {
+    plan: Plan,
+    start: Instant,
+    state: Mutex<State>,
+}
+
+pub struct State {
+    pub rng: Rng,
+    applied: Vec<Applied>,
+    /// What reached a server, in its order.
+    arrived: Vec<Arrived>,
+    /// When each call was handed to a connection the last time.
+    handed: BTreeMap<u32, u64>,
+    /// Counts what happens, so that there is an order where the time is the same.
+    now: u64,
+    pub calls: BTreeMap<u32, Seen>,
+    pub tokens: BTreeMap<CallId, u32>,
+    processes: Vec<Process>,
+    connects: u32,
+    pub wrong: Vec<Wrong>,
+    pub covered: u64,
+    history: Option<String>,
+    /// Nothing goes wrong any more.
+    calm: bool,
+    pub retries_allowed: u32,
+    pub retries_made: u32,
+}
+
+#[derive(Clone, Copy)]
+struct Applied {
+    token: u32,
+    process: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Arrived {
+    token: u32,
+    /// When it was handed to the connection.
+    handed: u64,
+}
+
+/// What is known of a call.
+#[derive(Default)]
+pub struct Seen {
+    pub is_write: bool,
+    /// When it was made, by the count of what happens.
+    pub begun: u64,
+    /// When its caller was told that it is done.
+    pub acknowledged: Option<u64>,
+    pub reports: Reports,
+    pub told: Told,
+    pub started: bool,
+    pub may_replay: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reports {
+    pub calls: u32,
+    pub doubts: u32,
+    pub abandoned: u32,
+}
+
+/// Adds to the history, if there is one.
+macro_rules! note {
+    ($world:expr, $($what:tt)*) => { $world.note(|| format!($($what)*)) };
+}
+pub(crate) use note;
+
+impl World {
+    pub fn new(seed: u64, lies: Lies, record: bool) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let plan = Plan::new(&mut rng, lies);
+        let state = State {
+            rng: rng.fork(),
+            applied: Vec::new(),
+            arrived: Vec::new(),
+            handed: BTreeMap::new(),
+            now: 0,
+            calls: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            processes: Vec::new(),
+            connects: 0,
+            wrong: Vec::new(),
+            covered: 0,
+            history: record.then(String::new),
+            calm: false,
+            retries_allowed: 0,
+            retries_made: 0,
+        };
+        let world = Self(Arc::new(Inner { plan, start: Instant::now(), state: Mutex::new(state) }));
+        note!(world, "{:?}", world.plan());
+        world
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap()
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.0.plan
+    }
+
+    /// How many hold this world.
+    pub fn holders(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
+    pub fn note(&self, what: impl FnOnce() -> String) {
+        let mut state = self.lock();
+        if let Some(history) = &mut state.history {
+            let _ = writeln!(history, "{:>9.3} {}", self.0.start.elapsed().as_secs_f64(), what());
+        }
+    }
+
+    pub fn history(&self) -> String {
+        self.lock().history.clone().unwrap_or_default()
+    }
+
+    pub fn chance(&self, percent: u32) -> bool {
+        let mut state = self.lock();
+        state.rng.u32(0..100) < percent
+    }
+
+    /// Whether something goes wrong that goes wrong so often.
+    pub fn fault(&self, percent: u32) -> bool {
+        let mut state = self.lock();
+        percent > 0 && state.rng.u32(0..100) < percent && !state.calm
+    }
+
+    /// Often short, sometimes long.
+    pub fn wait(&self, most: u64) -> Duration {
+        let mut state = self.lock();
+        let most = if state.calm { 1 } else { most };
+        let most = if state.rng.bool() { most } else { most / 50 + 1 };
+        ms(state.rng.u64(0..=most))
+    }
+
+    pub fn cover(&self, branch: Branch) {
+        self.lock().covered |= 1 << branch as u64;
+    }
+
+    pub fn wrong(&self, wrong: Wrong) {
+        note!(self, "WRONG: {wrong:?}");
+        self.lock().wrong.push(wrong);
+    }
+
+    /// How often that write took effect.
+    pub fn effects(&self, token: u32) -> u32 {
+        self.lock().applied.iter().filter(|applied| applied.token == token).count() as u32
+    }
+
+    /// How many messages of that call reached a server.
+    pub fn arrivals(&self, token: u32) -> usize {
+        self.lock().arrived.iter().filter(|arrived| arrived.token == token).count()
+    }
+
+    fn is_calm(&self) -> bool {
+        self.lock().calm
+    }
+
+    /// From now on everything goes well.
+    pub fn calm_down(&self) {
+        let silent: Vec<_> = {
+            let mut state = self.lock();
+            state.calm = true;
+            state.processes.iter().filter(|process| process.is_silent()).cloned().collect()
+        };
+        silent.iter().for_each(Process::close);
+    }
+
+    /// Ends all processes.
+    pub fn end(&self) {
+        let processes = self.lock().processes.clone();
+        processes.iter().for_each(Process::close);
+    }
+
+    /// Lets go of all that holds the world itself.
+    pub fn clear(&self) {
+        let mut state = self.lock();
+        let (processes, calls) = (std::mem::take(&mut state.processes), std::mem::take(&mut state.calls));
+        drop(state);
+        drop((processes, calls));
+    }
+
+    fn fate(&self) -> Fate {
+        let mut state = self.lock();
+        if state.calm {
+            return Fate::Done;
+        }
+        let mut draw = state.rng.u32(0..170);
+        for (fate, percent) in ALL_FATES.into_iter().zip(self.plan().faults.fates) {
+            match draw.checked_sub(percent) {
+                Some(rest) => draw = rest,
+                None => return fate,
+            }
+        }
+        Fate::Done
+    }
+
+    /// Begins a connect.
+    pub fn connecting(&self) {
+        let open = {
+            let mut state = self.lock();
+            state.connects += 1;
+            state.processes.iter().find(|process| process.is_in_use()).map(|process| process.number)
+        };
+        note!(self, "connect");
+        if let Some(open) = open {
+            self.wrong(Wrong::Reconnect(format!("a connect, and process {open} has not closed")));
+        }
+    }
+
+    pub fn start_process(&self) -> Process {
+        let mut state = self.lock();
+        let number = state.processes.len();
+        let process = Process(Arc::new(ProcessInner {
+            world: self.clone(),
+            number,
+            seen: state.applied.len(),
+            life: Mutex::new((Life::Open, Vec::new())),
+            silent: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
+            on_close: Mutex::new(None),
+        }));
+        state.processes.push(process.clone());
+        drop(state);
+        note!(self, "process {number} starts");
+        let faults = &self.plan().faults;
+        if self.fault(faults.dies) {
+            process.closes_in(self.wait(20_000));
+        }
+        if self.fault(faults.falls_silent) {
+            let (process, when) = (process.clone(), self.wait(4_000));
+            tokio::spawn(async move {
+                sleep(when).await;
+                if process.world.is_calm() {
+                    return;
+                }
+                note!(process.world, "process {} falls silent", process.number);
+                process.silent.store(true, Ordering::Relaxed);
+            });
+        }
+        process
+    }
+
+    /// No write that was acknowledged is overwritten by a replay of one that had arrived before it was made.
+    pub fn find_overwritten(&self) {
+        if self.plan().independent && !self.plan().lies.independent {
+            return;
+        }
+        let mut found = Vec::new();
+        let state = self.lock();
+        for (token, calls) in &state.calls {
+            let mut arrived = state.arrived.iter().filter(|arrived| arrived.token == *token);
+            let (Some(first), Some(replay)) = (arrived.next(), arrived.next()) else { continue };
+            for (other, seen) in &state.calls {
+                let over = seen.is_write
+                    && calls.is_write
+                    && seen.begun > first.handed
+                    && seen.acknowledged.is_some_and(|at| at < replay.handed);
+                if over {
+                    found.push(Wrong::Overwritten { by: *token, write: *other });
+                }
+            }
+        }
+        drop(state);
+        found.into_iter().for_each(|wrong| self.wrong(wrong));
+    }
+}
+
+impl State {
+    pub fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+}
+
+// ===== A server's process =====
+
+#[derive(Clone)]
+pub struct Process(Arc<ProcessInner>);
+
+pub struct ProcessInner {
+    pub world: World,
+    pub number: usize,
+    /// How many writes had been applied when it started.
+    seen: usize,
+    /// And who waits for the next one. Not a channel of tokio's, which wakes in a random order.
+    life: Mutex<(Life, Vec<Waker>)>,
+    silent: AtomicBool,
+    /// Whether the client was told that this connection is of no use.
+    given_up: AtomicBool,
+    on_close: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl std::ops::Deref for Process {
+    type Target = ProcessInner;
+
+    fn deref(&self) -> &ProcessInner {
+        &self.0
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Open,
+    /// Its output has ended.
+    Closed,
+    /// Gone; with all of its group?
+    Gone(bool),
+}
+
+impl Process {
+    pub fn life(&self) -> Life {
+        self.life.lock().unwrap().0
+    }
+
+    /// Goes on from one life to the next, if that is the one that it is in.
+    fn enter(&self, from: Life, to: Life) -> bool {
+        let wakers = {
+            let mut life = self.life.lock().unwrap();
+            if life.0 != from {
+                return false;
+            }
+            life.0 = to;
+            std::mem::take(&mut life.1)
+        };
+        wakers.into_iter().for_each(Waker::wake);
+        true
+    }
+
+    fn poll_life(&self, until: impl Fn(Life) -> bool, cx: &mut Context<'_>) -> Poll<Life> {
+        let mut life = self.life.lock().unwrap();
+        if until(life.0) {
+            return Poll::Ready(life.0);
+        }
+        if !life.1.iter().any(|waker| waker.will_wake(cx.waker())) {
+            life.1.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.life() == Life::Open
+    }
+
+    pub fn is_silent(&self) -> bool {
+        self.silent.load(Ordering::Relaxed)
+    }
+
+    fn is_in_use(&self) -> bool {
+        self.is_open() && !self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// The client has reason not to use it any more.
+    pub fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    pub fn on_close(&self, then: impl FnOnce() + Send + 'static) {
+        *self.on_close.lock().unwrap() = Some(Box::new(then));
+    }
+
+    /// Closes the connection now, and ends the process some time later.
+    pub fn close(&self) {
+        let closed = self.enter(Life::Open, Life::Closed);
+        if !closed {
+            return;
+        }
+        let world = &self.world;
+        let (linger, group_gone) = (world.wait(14_000), world.chance(85));
+        note!(world, "process {} closes, gone in {linger:?}, its group too: {group_gone}", self.number);
+        let then = self.on_close.lock().unwrap().take();
+        if let Some(then) = then {
+            then();
+        }
+        let process = self.clone();
+        tokio::spawn(async move {
+            sleep(linger).await;
+            note!(process.world, "process {} is gone", process.number);
+            process.enter(Life::Closed, Life::Gone(group_gone));
+        });
+    }
+
+    pub fn closes_in(&self, wait: Duration) {
+        let process = self.clone();
+        tokio::spawn(async move {
+            sleep(wait).await;
+            process.close();
+        });
+    }
+
+    /// Resolves when the connection has closed.
+    pub async fn closed(&self) {
+        poll_fn(|cx| self.poll_life(|life| life != Life::Open, cx)).await;
+    }
+
+    /// Resolves when the process is gone: with all of its group?
+    pub async fn gone(&self) -> bool {
+        poll_fn(|cx| self.poll_life(|life| matches!(life, Life::Gone(_)), cx)).await == Life::Gone(true)
+    }
+
+    /// Resolves when the process is gone with all of its group.
+    async fn group_gone(&self) {
+        poll_fn(|cx| self.poll_life(|life| life == Life::Gone(true), cx)).await;
+    }
+
+    /// A call is handed to the connection.
+    pub fn handed(&self, token: u32) {
+        let mut state = self.world.lock();
+        let order = state.tick();
+        state.handed.insert(token, order);
+    }
+
+    /// A message of that call has arrived to its last byte; whether it is the first of it.
+    pub fn arrives(&self, token: u32) -> bool {
+        let mut state = self.world.lock();
+        let handed = state.handed.get(&token).copied().unwrap_or_default();
+        let first = state.arrived.iter().all(|arrived| arrived.token != token);
+        state.arrived.push(Arrived { token, handed });
+        drop(state);
+        note!(self.world, "process {}: {token} arrives, first: {first}", self.number);
+        first
+    }
+
+    /// What the server makes of a write, whoever still waits for it. `cancelled` is looked at when it is to
+    /// take effect.
+    pub async fn put(&self, token: u32, first: bool, cancelled: &AtomicBool) -> Reply {
+        let world = &self.world;
+        let fate = world.fate();
+        let lands_at = Instant::now() + world.wait(LANDS_WITHIN);
+        note!(world, "process {}: {token} will be {fate:?}", self.number);
+        match fate {
+            Fate::RateLimit if world.plan().lies.trusted_evidence && world.chance(50) => {
+                world.apply(self, token, first);
+                return Reply::RateLimit(world.wait(5_000));
+            }
+            Fate::RateLimit => {
+                world.cover(Branch::RateLimited);
+                return Reply::RateLimit(world.wait(5_000));
+            }
+            Fate::ClosesBefore => {
+                let before = lands_at.saturating_duration_since(Instant::now());
+                self.closes_in(before.mul_f64(world.lock().rng.f64()));
+            }
+            Fate::SessionUnknown => {
+                sleep(world.wait(500)).await;
+                world.cover(Branch::SessionForgotten);
+                return Reply::SessionUnknown;
+            }
+            _ => {}
+        }
+        if fate.lands() {
+            let was_open = self.is_open();
+            // Effects end with the process, where that is so; else they need only its word.
+            tokio::select! {
+                biased;
+                () = self.group_gone(), if world.plan().ends_effects => {
+                    world.cover(Branch::ExitBeforeCommit);
+                    return Reply::Silence;
+                }
+                () = sleep_until(lands_at) => {}
+            }
+            if cancelled.load(Ordering::Relaxed) {
+                world.cover(Branch::CancelledBefore);
+                return Reply::Silence;
+            }
+            if was_open && !self.is_open() {
+                world.cover(Branch::CommitAfterClose);
+            }
+            world.apply(self, token, first);
+        }
+        match fate {
+            Fate::ClosesAfter => {
+                world.cover(Branch::AppliedAndClosed);
+                self.close();
+                return Reply::Silence;
+            }
+            Fate::Lost => return Reply::Silence,
+            Fate::ReplyLost => {
+                world.cover(Branch::ReplyLost);
+                return Reply::Silence;
+            }
+            Fate::ReplyTooLate => {
+                self.closes_in(world.wait(1_000));
+                self.closed().await;
+            }
+            _ => sleep(world.wait(3_000)).await,
+        }
+        match fate {
+            Fate::UnavailableDone | Fate::UnavailableNot => Reply::Unavailable,
+            Fate::ResetDone | Fate::ResetNot => Reply::Reset,
+            Fate::Error => Reply::Error,
+            _ => Reply::Done,
+        }
+    }
+
+    /// What the server answers to the question how often a write took effect.
+    pub async fn get(&self, token: u32) -> Reply {
+        let world = &self.world;
+        sleep(world.wait(500)).await;
+        let fault = world.lock().rng.u32(0..100);
+        match fault {
+            0..5 if world.fault(100) => return Reply::Reset,
+            5..10 if world.fault(100) => return Reply::Unavailable,
+            10..13 if world.fault(100) => return Reply::Error,
+            13..16 if world.fault(100) => return Reply::Silence,
+            16..18 if world.fault(100) => return Reply::SessionUnknown,
+            18..20 if world.fault(100) => return Reply::RateLimit(world.wait(3_000)),
+            _ => {}
+        }
+        let cached = world.plan().cached;
+        let state = world.lock();
+        let visible = state.applied.iter().enumerate().filter(|(index, applied)| {
+            applied.token == token && (!cached || *index < self.seen || applied.process == self.number)
+        });
+        Reply::Count(visible.count() as u32)
+    }
+}
+
+impl World {
+    fn apply(&self, process: &Process, token: u32, first: bool) {
+        note!(self, "process {}: {token} TAKES EFFECT", process.number);
+        let mut state = self.lock();
+        state.applied.push(Applied { token, process: process.number });
+        drop(state);
+        if !first {
+            self.cover(Branch::ReplayLanded);
+        }
+    }
+}
+
+// ===== What must have happened in some seed =====
+
+macro_rules! branches {
+    ($($name:ident: $text:literal,)*) => {
+        /// Something rare that some seed must have reached, since else its absence would prove nothing.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Branch { $($name,)* }
+
+        impl Branch {
+            pub const ALL: &[(Self, &str)] = &[$((Branch::$name, $text),)*];
+        }
+    };
+}
+
+branches! {
+    RateLimited: "a write was refused by a rate limit",
+    SessionForgotten: "the server forgot the session",
+    ExitBeforeCommit: "a process was gone before its write took effect",
+    CommitAfterClose: "a write took effect after its connection had closed",
+    AppliedAndClosed: "applied, and the connection closed before the answer",
+    ReplyLost: "applied, and the answer was lost",
+    CancelledBefore: "a cancellation came before the write took effect and was heeded",
+    CancelledAfter: "a cancellation came after the write took effect",
+    ReplayLanded: "a replay took effect",
+    Stalled: "a request was stalled in its queue",
+    Cut: "a request was cut",
+    CutButForItsNewline: "a request was cut before its newline, and the server ran it all the same",
+    Leaked: "a transport sent a copy of what it had not accepted",
+    RefusedWrite: "a pipe broke before a request's first byte",
+    Withdrawn: "a request was withdrawn from its queue",
+    ConnectFailed: "a connect failed",
+    ConnectHung: "a connect hung",
+    Overlap: "a process was started while the last one was still there",
+    GroupStayed: "a process was gone and its group was not",
+    SilentEnded: "a silent process was found out by a probe",
+    CheckFailed: "a check failed",
+    CheckPanicked: "a check panicked",
+    CheckHung: "a check hung",
+    CheckInFlight: "a check said that it is still in flight",
+    CheckStale: "a check read from a process that did not know the write",
+    OkAfterDoubt: "a doubt ended well",
+    OkAfterReplay: "a replay ended well",
+    NotDoneAfterDoubt: "not done, after a doubt",
+    Unknown: "the outcome was unknown",
+    ResultLost: "done, and the result was lost",
+    AnsweredAfterDoubt: "an answered error that may come from an earlier attempt",
+    Abandoned: "a write was abandoned",
+    AbandonedAtPoll: "a future was dropped at its n-th poll",
+    RuntimeShutdown: "the runtime was shut down with calls in flight",
+    StackShutdown: "the stack was shut down with calls in flight",
+    LateAnswer: "the answer to an attempt that was given up arrived",
+    ReadRetried: "a read was retried",
+    ReadSurvivedClosure: "a read was answered after a closure",
+    RetrySuppressed: "the budget suppressed a retry",
+    CrashLoop: "too many connections in a row closed without an answer",
+    OtherWriteSince: "a replay was refused because of another write",
+    DeadlinePassed: "a deadline passed",
+}
