@@ -32,6 +32,9 @@ pub trait Harness: 'static {
         + 'static;
     type Connector: Service<(), Response = Self::Conn, Error = BoxError, Future: Send + 'static> + Send + 'static;
 
+    /// Whether the server's errors mean nothing but that it refuses.
+    const PLAIN: bool;
+
     fn connector(world: &World) -> Self::Connector;
     /// A write of that token.
     fn put(token: u32) -> Self::Req;
@@ -64,7 +67,7 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     fastrand::seed(seed);
     let builder = &mut tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build().unwrap();
-    let world = runtime.block_on(async { World::new(seed, lies, record) });
+    let world = runtime.block_on(async { World::new(seed, lies, H::PLAIN, record) });
     let mut rng = Rng::with_seed(seed ^ 0x5eed);
     let ends_early = (rng.u32(0..100) < 6).then(|| ms(rng.u64(100..20_000)));
     runtime.block_on(async {

@@ -29,6 +29,7 @@ impl Harness for Lean {
     type Res = u32;
     type Conn = Connection;
     type Connector = Connector;
+    const PLAIN: bool = false;
 
     fn connector(world: &World) -> Connector {
         Connector(world.clone())

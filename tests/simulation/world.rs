@@ -72,6 +72,9 @@ pub struct Plan {
     /// Whether the transport keeps copies of what it was offered.
     pub leaks: bool,
     pub silence_probe: bool,
+    pub few_in_flight: bool,
+    /// Whether the errors of servers mean nothing but that they refuse.
+    pub plain: bool,
     /// What happens how often, in percent.
     pub faults: Faults,
 }
@@ -149,6 +152,17 @@ impl Fate {
     }
 }
 
+impl Fate {
+    /// What a server does instead whose errors are answers and nothing else.
+    fn in_plain_words(self) -> Self {
+        match self {
+            Fate::UnavailableDone | Fate::ResetDone => Fate::ReplyLost,
+            Fate::UnavailableNot | Fate::ResetNot | Fate::SessionUnknown | Fate::RateLimit => Fate::Error,
+            other => other,
+        }
+    }
+}
+
 /// What a server says about a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reply {
@@ -164,7 +178,7 @@ pub enum Reply {
 }
 
 impl Plan {
-    fn new(rng: &mut Rng, lies: Lies) -> Self {
+    fn new(rng: &mut Rng, lies: Lies, plain: bool) -> Self {
         let ends_effects = rng.bool();
         let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
         let mut fates = [0; FATES];
@@ -198,6 +212,8 @@ impl Plan {
             trusts: rng.bool() || lies.trusted_evidence,
             leaks: leaks || lies.exact_writes,
             silence_probe: rng.bool(),
+            few_in_flight: rng.u32(0..100) < 5,
+            plain,
             faults,
         }
     }
@@ -277,9 +293,9 @@ macro_rules! note {
 pub(crate) use note;
 
 impl World {
-    pub fn new(seed: u64, lies: Lies, record: bool) -> Self {
+    pub fn new(seed: u64, lies: Lies, plain: bool, record: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, lies);
+        let plan = Plan::new(&mut rng, lies, plain);
         let state = State {
             rng: rng.fork(),
             applied: Vec::new(),
@@ -389,6 +405,9 @@ impl World {
         let mut state = self.lock();
         let (processes, calls) = (std::mem::take(&mut state.processes), std::mem::take(&mut state.calls));
         drop(state);
+        for process in &processes {
+            *process.on_close.lock().unwrap() = None;
+        }
         drop((processes, calls));
     }
 
@@ -401,6 +420,7 @@ impl World {
         for (fate, percent) in ALL_FATES.into_iter().zip(self.plan().faults.fates) {
             match draw.checked_sub(percent) {
                 Some(rest) => draw = rest,
+                None if self.plan().plain => return fate.in_plain_words(),
                 None => return fate,
             }
         }
@@ -625,7 +645,10 @@ impl Process {
     /// A message of that call has arrived to its last byte; whether it is the first of it.
     pub fn arrives(&self, token: u32) -> bool {
         let mut state = self.world.lock();
-        let handed = state.handed.get(&token).copied().unwrap_or_default();
+        let handed = match state.handed.get(&token) {
+            Some(handed) => *handed,
+            None => state.tick(),
+        };
         let first = state.arrived.iter().all(|arrived| arrived.token != token);
         state.arrived.push(Arrived { token, handed });
         drop(state);
@@ -711,6 +734,7 @@ impl Process {
         sleep(world.wait(500)).await;
         let fault = world.lock().rng.u32(0..100);
         match fault {
+            0..10 | 16..20 if world.plan().plain && world.fault(100) => return Reply::Error,
             0..5 if world.fault(100) => return Reply::Reset,
             5..10 if world.fault(100) => return Reply::Unavailable,
             10..13 if world.fault(100) => return Reply::Error,
@@ -768,6 +792,7 @@ branches! {
     Cut: "a request was cut",
     CutButForItsNewline: "a request was cut before its newline, and the server ran it all the same",
     Leaked: "a transport sent a copy of what it had not accepted",
+    TooLong: "an answer was longer than the client keeps",
     RefusedWrite: "a pipe broke before a request's first byte",
     Withdrawn: "a request was withdrawn from its queue",
     ConnectFailed: "a connect failed",
