@@ -97,6 +97,9 @@ fn poll_until<F: Future>(
     // uses up the task's budget cannot starve the timer.
     if let Some(timer) = timer.as_mut().as_pin_mut() {
         let fired = until.poll_timer(timer, cx).is_ready();
+        if fired && off!(LastPoll) {
+            return Poll::Ready(None);
+        }
         if let Poll::Ready(output) = future.as_mut().poll(cx) {
             return Poll::Ready(Some(output));
         }
@@ -112,7 +115,7 @@ fn poll_until<F: Future>(
         if let Poll::Ready(output) = future.as_mut().poll(cx) {
             return Poll::Ready(Some(output));
         }
-        let Some(at) = until.instant() else { return Poll::Pending };
+        let Some(at) = until.instant().filter(|_| !off!(Timer)) else { return Poll::Pending };
         timer.set(Some(sleep_until(at)));
         if timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
             return Poll::Pending;

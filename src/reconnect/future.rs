@@ -312,7 +312,7 @@ impl Facts {
             effect,
             basis: context.basis(),
             until: context.until().clone(),
-            attempt_until: context.attempt_until(),
+            attempt_until: context.attempt_until().filter(|_| !off!(AttemptTime)),
             id: context.id(),
             outermost,
             events: context.events.share(),

@@ -358,7 +358,7 @@ impl<S, Req: Call> Read<S, Req> {
         let budget = options.budget.as_ref();
         let (granted, wait) = match freed {
             Some(closure) => {
-                let granted = budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
+                let granted = off!(Budget) || budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
                 (granted, Duration::ZERO)
             }
             None if progress.made >= options.attempts => return Err(None),
@@ -366,7 +366,7 @@ impl<S, Req: Call> Read<S, Req> {
                 let Some(wait) = progress.waits.next() else {
                     return Err(Some("no further attempt: the backoff schedule has ended".into()));
                 };
-                (budget.is_none_or(|budget| budget.withdraw()), wait)
+                (budget.is_none_or(|budget| budget.withdraw()) || off!(Budget), wait)
             }
         };
         if !granted {

@@ -10,7 +10,7 @@ use std::{
 
 use fastrand::Rng;
 use goaround::{
-    BoxError, Call, CallError, Event, Evidence, InDoubt, ReconnectLayer, Refusal, RetryReadOnly,
+    BoxError, Call, CallError, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal, RetryReadOnly,
     Scope, Settled, Stack, Verdict, WriteSafetyLayer,
     retry::budget::{Budget, Throttle},
 };
@@ -253,10 +253,10 @@ struct Caller {
 }
 
 impl Caller {
-    fn new(token: u32, rng: &mut Rng, default: Duration) -> Self {
+    fn new(token: u32, rng: &mut Rng, default: Duration, is_storm: bool) -> Self {
         Self {
             token,
-            is_write: rng.u32(0..100) < 70,
+            is_write: rng.u32(0..100) < if is_storm { 20 } else { 70 },
             begins: ms(rng.u64(0..5_000)),
             limit: match rng.u32(0..10) {
                 0..3 => Some(ms(rng.u64(1..2_000))),
@@ -352,9 +352,14 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     let clones = rng.usize(1..4);
     let stacks: Vec<_> = (0..clones).map(|_| first.clone()).collect();
     let mut flights = Vec::new();
-    for token in 1..=rng.u32(1..7) {
+    // Many at once, for the bounds that only many reach.
+    let is_storm = rng.u32(0..100) < 3;
+    let calls = if is_storm { rng.u32(20..60) } else { rng.u32(1..7) };
+    for token in 1..=calls {
         let stack = stacks[rng.usize(0..clones)].clone();
-        flights.push(tokio::spawn(Caller::new(token, &mut rng, default).call::<H>(stack, world.clone())));
+        let caller = Caller::new(token, &mut rng, default, is_storm);
+        // Boxed: it is large, and would be moved about.
+        flights.push(tokio::spawn(Box::pin(caller.call::<H>(stack, world.clone()))));
     }
     drop(stacks);
     let shuts_down = (rng.u32(0..100) < 8).then(|| (ms(rng.u64(0..10_000)), ms(rng.u64(0..5_000))));
@@ -386,7 +391,7 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     ending.abort();
     world.calm_down();
     sleep(ms(LAST_ZOMBIE)).await;
-    if shuts_down.is_none() {
+    if shuts_down.is_none() && rng.u32(0..100) < 40 {
         canary::<H>(world, &first).await;
     }
     drop(first);
@@ -412,6 +417,14 @@ async fn canary<H: Harness>(world: &World, stack: &Stacked<H>) {
         if let Err(error) = sent {
             world.wrong(Wrong::Latched(error.to_string()));
         }
+    }
+    // And a doubt is settled.
+    world.lock().loses = Some(CANARIES + 1);
+    let sent = stack.send(H::put(CANARIES + 1).within(ms(30_000))).await;
+    if let Err(error) = sent
+        && (error.outcome() != Outcome::DoneResultLost && !world.plan().refuses)
+    {
+        world.wrong(Wrong::Latched(error.to_string()));
     }
 }
 

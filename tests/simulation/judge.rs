@@ -94,9 +94,14 @@ fn judge_read(world: &World, call: u32, seen: &Seen) {
     if calls > 1 || doubts + abandoned > 0 {
         world.wrong(Wrong::Report { write: call, what: "of a read", reports: format!("{:?}", seen.reports) });
     }
-    if let Some(Err(error)) = &seen.told
-        && !matches!(error.outcome(), Outcome::NotDone | Outcome::NoAnswer | Outcome::Answered)
-    {
+    let Some(Err(error)) = &seen.told else { return };
+    let lie = match error.outcome() {
+        Outcome::NoAnswer | Outcome::Answered => false,
+        // Provably nobody looked at it.
+        Outcome::NotDone => world.lock().read.contains(&call),
+        _ => true,
+    };
+    if lie {
         world.wrong(Wrong::Lie { write: call, told: error.to_string() });
     }
 }

@@ -271,7 +271,7 @@ async fn wire(
 ) {
     let world = process.world.clone();
     let faults = &world.plan().faults;
-    if *frame.lock().unwrap() == Frame::Queued {
+    if *frame.lock().unwrap() != Frame::Taken {
         if world.fault(faults.stall) {
             world.cover(Branch::Stalled);
             sleep(world.wait(12_000)).await;

@@ -2,7 +2,7 @@
 //! what was seen. Everything that is left to chance is drawn from the seed.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
     future::poll_fn,
     sync::{
@@ -43,14 +43,12 @@ pub struct Lies {
     pub exact_writes: bool,
     /// The evidence that is trusted is sent after the fact.
     pub trusted_evidence: bool,
-    /// The check reads what was there when the doubt arose.
-    pub old_snapshot: bool,
+    /// What is read is older than what was written.
+    pub lagging_reads: bool,
     /// A connection that holds requests up marks nothing.
     pub unmarked: bool,
     /// A connection says of all that it did not send that nothing was sent.
     pub says_not_sent: bool,
-    /// A connection never withdraws and never says when it gives up: answers come after the deadline.
-    pub sleeps_in: bool,
 }
 
 /// What the seed says of its world.
@@ -95,6 +93,8 @@ pub struct Faults {
     /// A process says nothing any more.
     pub falls_silent: u32,
     pub check_fails: u32,
+    /// Of one read.
+    pub read_fails: u32,
 }
 
 /// What a server does with a write.
@@ -193,6 +193,7 @@ impl Plan {
             dies: percent(60),
             falls_silent: percent(10),
             check_fails: percent(40),
+            read_fails: percent(40),
         };
         let quarantine = (rng.u32(0..100) < 65).then(|| LANDS_WITHIN + 1);
         let leaks = rng.u32(0..100) < 30;
@@ -241,6 +242,10 @@ pub struct State {
     now: u64,
     pub calls: BTreeMap<u32, Seen>,
     pub tokens: BTreeMap<CallId, u32>,
+    /// What was asked for and found out.
+    pub read: BTreeSet<u32>,
+    /// The write whose answer is lost, though everything else goes well.
+    pub loses: Option<u32>,
     processes: Vec<Process>,
     connects: u32,
     pub wrong: Vec<Wrong>,
@@ -256,6 +261,7 @@ pub struct State {
 struct Applied {
     token: u32,
     process: usize,
+    at: Instant,
 }
 
 #[derive(Clone, Copy)]
@@ -304,6 +310,8 @@ impl World {
             now: 0,
             calls: BTreeMap::new(),
             tokens: BTreeMap::new(),
+            read: BTreeSet::new(),
+            loses: None,
             processes: Vec::new(),
             connects: 0,
             wrong: Vec::new(),
@@ -411,10 +419,10 @@ impl World {
         drop((processes, calls));
     }
 
-    fn fate(&self) -> Fate {
+    fn fate(&self, token: u32) -> Fate {
         let mut state = self.lock();
         if state.calm {
-            return Fate::Done;
+            return if state.loses == Some(token) { Fate::ReplyLost } else { Fate::Done };
         }
         let mut draw = state.rng.u32(0..170);
         for (fate, percent) in ALL_FATES.into_iter().zip(self.plan().faults.fates) {
@@ -660,7 +668,7 @@ impl Process {
     /// take effect.
     pub async fn put(&self, token: u32, first: bool, cancelled: &AtomicBool) -> Reply {
         let world = &self.world;
-        let fate = world.fate();
+        let fate = world.fate(token);
         let lands_at = Instant::now() + world.wait(LANDS_WITHIN);
         note!(world, "process {}: {token} will be {fate:?}", self.number);
         match fate {
@@ -732,21 +740,24 @@ impl Process {
     pub async fn get(&self, token: u32) -> Reply {
         let world = &self.world;
         sleep(world.wait(500)).await;
-        let fault = world.lock().rng.u32(0..100);
-        match fault {
-            0..10 | 16..20 if world.plan().plain && world.fault(100) => return Reply::Error,
-            0..5 if world.fault(100) => return Reply::Reset,
-            5..10 if world.fault(100) => return Reply::Unavailable,
-            10..13 if world.fault(100) => return Reply::Error,
-            13..16 if world.fault(100) => return Reply::Silence,
-            16..18 if world.fault(100) => return Reply::SessionUnknown,
-            18..20 if world.fault(100) => return Reply::RateLimit(world.wait(3_000)),
-            _ => {}
+        if world.fault(world.plan().faults.read_fails) {
+            let fault = world.lock().rng.u32(0..6);
+            return match fault {
+                0 => Reply::Silence,
+                _ if world.plan().plain => Reply::Error,
+                1 => Reply::Reset,
+                2 => Reply::Unavailable,
+                3 => Reply::SessionUnknown,
+                4 => Reply::RateLimit(world.wait(3_000)),
+                _ => Reply::Error,
+            };
         }
+        world.lock().read.insert(token);
         let cached = world.plan().cached;
         let state = world.lock();
         let visible = state.applied.iter().enumerate().filter(|(index, applied)| {
-            applied.token == token && (!cached || *index < self.seen || applied.process == self.number)
+            let lags = world.plan().lies.lagging_reads && applied.at.elapsed() < ms(2 * LANDS_WITHIN);
+            applied.token == token && !lags && (!cached || *index < self.seen || applied.process == self.number)
         });
         Reply::Count(visible.count() as u32)
     }
@@ -756,7 +767,7 @@ impl World {
     fn apply(&self, process: &Process, token: u32, first: bool) {
         note!(self, "process {}: {token} TAKES EFFECT", process.number);
         let mut state = self.lock();
-        state.applied.push(Applied { token, process: process.number });
+        state.applied.push(Applied { token, process: process.number, at: Instant::now() });
         drop(state);
         if !first {
             self.cover(Branch::ReplayLanded);
