@@ -101,7 +101,7 @@ pub trait Call: Sized {
 }
 
 /// What a call may do at the server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Effect {
     /// It changes nothing: a repetition does no harm.
@@ -197,6 +197,13 @@ impl Deadline {
 pub struct CallId {
     source: u64,
     sequence: u64,
+}
+
+impl CallId {
+    /// The id that such a text says; no call has a zero in it.
+    pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
+        (source > 0).then_some(Self { source, sequence })
+    }
 }
 
 impl fmt::Display for CallId {

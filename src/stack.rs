@@ -23,8 +23,9 @@ use crate::{
     WriteSafetyLayer,
     call::effect_of,
     census::{Census, Seat, drain},
-    connection::{Classifier, classifier_of, validate},
+    connection::{Classifier, classifier_of, register_with, validate},
     event::{Event, Events},
+    write_safety::ledger::AnyLedger,
 };
 
 type Layers<M, Req, Res> = DeadlineService<WriteSafety<Retry<Reconnect<M>>, Req, Res>>;
@@ -165,6 +166,11 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     /// Where this stack's events go.
     pub(crate) fn events(&self) -> &Events {
         &self.seat.shared.events
+    }
+
+    /// Where the writes are entered: what is in doubt can be listed and settled there.
+    pub fn ledger(&self) -> AnyLedger {
+        self.layers.lock().unwrap_or_else(PoisonError::into_inner).get_ref().ledger()
     }
 
     /// How many calls are in flight.
@@ -434,7 +440,7 @@ where
     /// What is wrong with the configuration, by name: a zero deadline or attempt count, a command that does
     /// not exist, and the like.
     pub fn build(self) -> Result<Stack<M, Req, Res>, ConfigError> {
-        let Self { connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
+        let Self { mut connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
         let writes = writes.unwrap_or_else(WriteSafetyLayer::refuse);
         let checks = [wrong.map_or(Ok(()), Err), writes.check(), retry.check(), reconnect.check()];
         for check in checks {
@@ -453,6 +459,10 @@ where
             ),
             false => (deadline, writes, retry, reconnect),
         };
+        let number = writes.number();
+        if let Some(registrar) = writes.registrar(number) {
+            register_with(&mut connector, registrar);
+        }
         let reconnecting = reconnect.layer(connector);
         let shared = Arc::new(Shared {
             closing: AtomicBool::new(false),
@@ -462,7 +472,7 @@ where
             reconnect: ReconnectHandle::of(&reconnecting),
             events,
         });
-        let layers = deadline.layer(writes.layer(retry.layer(reconnecting)));
+        let layers = deadline.layer(writes.layer_as(number, retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))
     }
 }
