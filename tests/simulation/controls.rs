@@ -25,6 +25,10 @@ const TRUE: Lies = Lies {
     exact_writes: false,
     trusted_evidence: false,
     lagging_reads: false,
+    wrong_key: false,
+    idempotent: false,
+    keys_forgotten: false,
+    clock_stands: false,
     unmarked: false,
     says_not_sent: false,
 };
@@ -90,6 +94,30 @@ pub const LIES: &[Control] = &[
         "a check that reads what is older than the write",
         Kind::Full,
         Lies { lagging_reads: true, ..TRUE },
+        &["duplicates"],
+    ),
+    lie(
+        "a conflict key that is not that of what is touched",
+        Kind::Full,
+        Lies { wrong_key: true, ..TRUE },
+        &["overwritten"],
+    ),
+    lie(
+        "writes that are not idempotent, declared so",
+        Kind::Full,
+        Lies { idempotent: true, ..TRUE },
+        &["duplicates"],
+    ),
+    lie(
+        "a server that forgets keys sooner than declared",
+        Kind::Full,
+        Lies { keys_forgotten: true, ..TRUE },
+        &["duplicates"],
+    ),
+    lie(
+        "a wall clock that stands still while the machine sleeps",
+        Kind::Full,
+        Lies { clock_stands: true, ..TRUE },
         &["duplicates"],
     ),
     lie(

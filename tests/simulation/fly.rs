@@ -10,16 +10,21 @@ use std::{
 
 use fastrand::Rng;
 use goaround::{
-    BoxError, Call, CallError, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal, RetryReadOnly,
+    BoxError, Call, CallError, Effect, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal, RetryReadOnly,
     Scope, Settled, Stack, Verdict, WriteSafetyLayer,
     retry::budget::{Budget, Throttle},
+    write_safety::{
+        KeyedWrites, Resolve,
+        ledger::{Ledger, State},
+    },
 };
 use tokio::time::{Instant, sleep, timeout};
 use tower::Service;
 
 use crate::{
-    judge::{Told, Wrong, judge, judge_now},
-    world::{Branch, Lies, Seen, World, ms, note},
+    judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
+    ledger::Store,
+    world::{Branch, CANARIES, Lies, Seen, World, ms, note},
 };
 
 /// What is sent over what.
@@ -37,7 +42,9 @@ pub trait Harness: 'static {
 
     fn connector(world: &World) -> Self::Connector;
     /// A write of that token.
-    fn put(token: u32) -> Self::Req;
+    fn put(token: u32, effect: Effect) -> Self::Req;
+    /// How keys are put into the writes, if they can be.
+    fn keyed(world: &World) -> Option<KeyedWrites<Self::Req, Self::Res>>;
     /// A read of how often it took effect.
     fn get(token: u32) -> Self::Req;
     fn token(request: &Self::Req) -> u32;
@@ -59,8 +66,6 @@ pub struct Flown {
 const LAST_ZOMBIE: u64 = 60_000;
 /// What no call takes.
 const FOR_EVER: u64 = 3_600_000;
-/// Tokens of the calls that see whether everything works again.
-const CANARIES: u32 = 1_000;
 
 pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     // The jitter's draws, too.
@@ -138,7 +143,22 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
     if rng.u32(0..100) < 30 {
         layer = layer.landed_with(|request| H::response(H::token(request)));
     }
-    layer.max_checks(rng.usize(1..4))
+    if plan.keys {
+        let world = world.clone();
+        layer = layer.conflict_key(move |request| world.declared_key(H::token(request)));
+    }
+    if plan.replays_idempotent {
+        layer = layer.replay_idempotent();
+    }
+    if let Some(keyed) = H::keyed(world) {
+        layer = layer.keyed(keyed);
+    }
+    if plan.store {
+        let store = Store::new(world);
+        layer = layer.ledger(store).keep_arguments(|request| Some(H::token(request).to_string()));
+    }
+    let clock = world.clone();
+    layer.wall_clock(move || clock.wall_clock()).max_checks(rng.usize(1..4))
 }
 
 fn stack<H: Harness>(world: &World, rng: &mut Rng, default: Duration) -> Stacked<H> {
@@ -194,6 +214,12 @@ fn heed(world: &World, event: Event<'_>) {
     {
         state.covered |= 1 << Branch::OtherWriteSince as u64;
     }
+    if let Event::InDoubt(r) = event
+        && r.replayed
+        && r.fence.as_ref().is_some_and(|fence| fence.to_string().contains("the server keeps the key"))
+    {
+        state.covered |= 1 << Branch::KeyedReplay as u64;
+    }
     if let Event::Call(r) = event
         && !r.effect.is_write()
     {
@@ -244,6 +270,7 @@ fn in_short(event: Event<'_>) -> String {
 struct Caller {
     token: u32,
     is_write: bool,
+    is_idempotent: bool,
     begins: Duration,
     limit: Option<Duration>,
     leaves_after: Option<Duration>,
@@ -253,10 +280,11 @@ struct Caller {
 }
 
 impl Caller {
-    fn new(token: u32, rng: &mut Rng, default: Duration, is_storm: bool) -> Self {
+    fn new(token: u32, rng: &mut Rng, default: Duration, is_storm: bool, lies: Lies) -> Self {
         Self {
             token,
             is_write: rng.u32(0..100) < if is_storm { 20 } else { 70 },
+            is_idempotent: rng.u32(0..100) < 20 || lies.idempotent,
             begins: ms(rng.u64(0..5_000)),
             limit: match rng.u32(0..10) {
                 0..3 => Some(ms(rng.u64(1..2_000))),
@@ -273,7 +301,8 @@ impl Caller {
     async fn call<H: Harness>(self, stack: Stacked<H>, world: World) {
         sleep(self.begins).await;
         let token = self.token;
-        let mut request = if self.is_write { H::put(token) } else { H::get(token) };
+        let effect = if self.is_idempotent { Effect::Idempotent } else { Effect::Write };
+        let mut request = if self.is_write { H::put(token, effect) } else { H::get(token) };
         if let Some(limit) = self.limit {
             request = request.within(limit);
         }
@@ -282,8 +311,19 @@ impl Caller {
             let mut state = world.lock();
             let begun = state.tick();
             state.tokens.insert(id, token);
-            let may_replay = !world.plan().refuses || world.plan().trusts;
-            let seen = Seen { is_write: self.is_write, begun, started: true, may_replay, ..Seen::default() };
+            let plan = world.plan();
+            let may_replay = !plan.refuses
+                || plan.trusts
+                || plan.keeps_keys.is_some()
+                || (plan.replays_idempotent && self.is_idempotent);
+            let seen = Seen {
+                is_write: self.is_write,
+                is_idempotent: self.is_idempotent,
+                begun,
+                started: true,
+                may_replay,
+                ..Seen::default()
+            };
             state.calls.insert(token, seen);
         }
         let what = if self.is_write { "write" } else { "read" };
@@ -305,6 +345,7 @@ impl Caller {
         if let Some(Err(error)) = &told {
             match error.cause() {
                 goaround::Cause::Refused(Refusal::CrashLoop(_)) => world.cover(Branch::CrashLoop),
+                goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => world.cover(Branch::KeyRefused),
                 goaround::Cause::Deadline => world.cover(Branch::DeadlinePassed),
                 _ => {}
             }
@@ -312,6 +353,12 @@ impl Caller {
         let mut state = world.lock();
         let now = state.tick();
         let Some(seen) = state.calls.get_mut(&token) else { return };
+        let in_doubt = match &told {
+            Some(Ok(())) => false,
+            Some(Err(error)) => is_in_doubt(error),
+            None => seen.reports.abandoned > 0,
+        };
+        seen.in_doubt = (in_doubt && self.is_write).then_some(now);
         seen.acknowledged = matches!(told, Some(Ok(()))).then_some(now);
         seen.told = told;
     }
@@ -342,7 +389,11 @@ fn said<T>(told: &Option<Result<T, CallError>>) -> String {
     match told {
         None => "gave up".into(),
         Some(Ok(_)) => "ok".into(),
-        Some(Err(error)) => error.to_string(),
+        // Without its owner, which is random.
+        Some(Err(error)) => match error.cause() {
+            goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => "not done: another in doubt has its key".into(),
+            _ => error.to_string(),
+        },
     }
 }
 
@@ -357,7 +408,7 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     let calls = if is_storm { rng.u32(20..60) } else { rng.u32(1..7) };
     for token in 1..=calls {
         let stack = stacks[rng.usize(0..clones)].clone();
-        let caller = Caller::new(token, &mut rng, default, is_storm);
+        let caller = Caller::new(token, &mut rng, default, is_storm, world.plan().lies);
         // Boxed: it is large, and would be moved about.
         flights.push(tokio::spawn(Box::pin(caller.call::<H>(stack, world.clone()))));
     }
@@ -372,6 +423,22 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
         if timeout(grace + ms(30_000), first.shutdown(grace)).await.is_err() {
             world.wrong(Wrong::Hang("the shutdown".into()));
         }
+    }
+    let mut first = first;
+    if let Some(at) = world.plan().crashes {
+        sleep(ms(at)).await;
+        world.crash();
+        flights.iter().for_each(tokio::task::JoinHandle::abort);
+        for flight in flights.drain(..) {
+            let _ = flight.await;
+        }
+        for seen in world.lock().calls.values_mut() {
+            seen.crashed = seen.told.is_none();
+        }
+        drop(first);
+        sleep(ms(100) + world.wait(6_000)).await;
+        first = stack::<H>(world, &mut rng, default);
+        resolve::<H>(world, &first).await;
     }
     // Calls without a deadline wait as long as their connection is there.
     let ending = tokio::spawn({
@@ -394,6 +461,11 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     if shuts_down.is_none() && rng.u32(0..100) < 40 {
         canary::<H>(world, &first).await;
     }
+    if !world.plan().store
+        && let Ok(listed) = first.ledger().in_doubt().await
+    {
+        judge_memory(world, &listed);
+    }
     drop(first);
     world.end();
     sleep(ms(LAST_ZOMBIE)).await;
@@ -403,9 +475,43 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     }
 }
 
+/// After a crash: settles what the ledger lists, and sends again, as a new call, what has not landed.
+async fn resolve<H: Harness>(world: &World, stack: &Stacked<H>) {
+    let store = Store::new(world);
+    for entry in store.in_doubt().await.unwrap() {
+        let token: u32 = entry.arguments.as_ref().unwrap().parse().unwrap();
+        let checks = world.clone();
+        let mut resolve = Resolve::new(&store, &entry, H::put(token, Effect::Write)).within(ms(60_000));
+        if let Some(quarantine) = world.plan().quarantine {
+            resolve = resolve.quarantine(ms(quarantine));
+        }
+        if let Some(seen) = world.lock().calls.get_mut(&token) {
+            seen.again = true;
+        }
+        let resolved = resolve.run(move |doubt| check::<H>(checks.clone(), doubt), stack).await;
+        note!(world, "resolved {token}: {:?}", resolved.as_ref().map(|resolved| &resolved.state));
+        let Ok(resolved) = resolved else { continue };
+        let effects = world.effects(token);
+        match resolved.state {
+            State::Landed { .. } if effects == 0 => {
+                world.wrong(Wrong::Ledger { write: token, what: "resolved as landed" });
+            }
+            State::Landed { .. } => world.cover(Branch::Resolved),
+            State::NotLanded { .. } if effects > 0 => {
+                world.wrong(Wrong::Ledger { write: token, what: "resolved as not landed" });
+            }
+            State::NotLanded { .. } => {
+                let again = stack.send(H::put(token, Effect::Write).within(ms(20_000))).await;
+                note!(world, "{token} again: {}", said(&Some(again)));
+            }
+            _ => {}
+        }
+    }
+}
+
 /// Whether the stack works, now that everything else does: nothing has latched, no permit is lost.
 async fn canary<H: Harness>(world: &World, stack: &Stacked<H>) {
-    for request in [|| H::get(0), || H::put(CANARIES)] {
+    for request in [|| H::get(0), || H::put(CANARIES, Effect::Write)] {
         let mut sent = stack.send(request().within(ms(30_000))).await;
         if let Err(error) = &sent
             && let goaround::Cause::Refused(Refusal::CrashLoop(_)) = error.cause()
@@ -420,7 +526,7 @@ async fn canary<H: Harness>(world: &World, stack: &Stacked<H>) {
     }
     // And a doubt is settled.
     world.lock().loses = Some(CANARIES + 1);
-    let sent = stack.send(H::put(CANARIES + 1).within(ms(30_000))).await;
+    let sent = stack.send(H::put(CANARIES + 1, Effect::Write).within(ms(30_000))).await;
     if let Err(error) = sent
         && (error.outcome() != Outcome::DoneResultLost && !world.plan().refuses)
     {

@@ -14,9 +14,11 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call as _, CallError, Cause, Delivery, Evidence,
+    BoxError, Call as _, CallError, Cause, Delivery, Effect, Evidence,
     jsonrpc::{Client, Request, Response, ResponseFuture},
+    write_safety::{KeyedAnswer, KeyedWrites},
 };
+use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Sleep, sleep},
@@ -32,16 +34,36 @@ use crate::{
 /// The longest message that clients keep, in bytes. Some answers are longer.
 const MAX_LINE: usize = 256;
 
-fn put(token: u32) -> Request {
-    Request::new("put", [token]).unwrap()
+#[derive(Serialize, Deserialize)]
+struct Params {
+    t: u32,
+}
+
+fn put(token: u32, effect: Effect) -> Request {
+    Request::new("put", Params { t: token }).unwrap().as_effect(effect)
 }
 
 fn get(token: u32) -> Request {
-    Request::new("get", [token]).unwrap().read_only()
+    Request::new("get", Params { t: token }).unwrap().read_only()
 }
 
 fn token(request: &Request) -> u32 {
-    request.params::<[u32; 1]>().unwrap()[0]
+    request.params::<Params>().unwrap().t
+}
+
+/// Our key goes along, and what the server says to a key that it has is read if the plan says so.
+fn keyed(world: &World) -> Option<KeyedWrites<Request, Response>> {
+    let keeps = world.plan().keeps_keys?;
+    let keyed = KeyedWrites::param("/key").honoured_for(ms(keeps));
+    let keyed = keyed.answers(|answer: Result<&Response, &CallError>| {
+        let answer = answer.err()?.answer()?;
+        match answer.code {
+            EXISTS => Some(KeyedAnswer::Landed(None)),
+            IN_FLIGHT => Some(KeyedAnswer::InFlight { recheck_after: ms(answer.data.as_ref()?.as_u64()?) }),
+            _ => None,
+        }
+    });
+    Some(keyed)
 }
 
 fn count(response: &Response) -> u32 {
@@ -63,8 +85,12 @@ macro_rules! harness {
                 $make(world.clone())
             }
 
-            fn put(token: u32) -> Request {
-                put(token)
+            fn put(token: u32, effect: Effect) -> Request {
+                put(token, effect)
+            }
+
+            fn keyed(world: &World) -> Option<KeyedWrites<Request, Response>> {
+                keyed(world)
             }
 
             fn get(token: u32) -> Request {
@@ -218,6 +244,8 @@ const UNAVAILABLE: i64 = 503;
 const SESSION_UNKNOWN: i64 = 404;
 const RESET: i64 = 500;
 const QUOTA: i64 = -32000;
+const EXISTS: i64 = -32009;
+const IN_FLIGHT: i64 = -32010;
 
 // ===== The pipe =====
 
@@ -335,7 +363,7 @@ impl Pipe {
             let digits = &line[line.find(key)? + key.len()..];
             digits[..digits.find(|c: char| !c.is_ascii_digit())?].parse().ok()
         };
-        let token = number("\"params\":[").unwrap_or_default() as u32;
+        let token = number("\"t\":").unwrap_or_default() as u32;
         if line.contains("\"notifications/cancelled\"") {
             let cancel = number("\"requestId\":").and_then(|id| self.lock().cancels.remove(&id));
             if let Some(cancel) = cancel
@@ -361,8 +389,9 @@ impl Pipe {
         let cancelled = Arc::new(AtomicBool::new(false));
         self.lock().cancels.insert(id, Arc::clone(&cancelled));
         let first = self.process.arrives(token);
+        let key = line.split_once("\"key\":\"").and_then(|(_, key)| Some(key.split_once('"')?.0.to_owned()));
         tokio::spawn(async move {
-            let reply = pipe.process.put(token, first, &cancelled).await;
+            let reply = pipe.process.put(token, key, first, &cancelled).await;
             if cancelled.load(Ordering::Relaxed) {
                 pipe.world().cover(Branch::CancelledAfter);
             }
@@ -387,6 +416,8 @@ impl Pipe {
             Reply::SessionUnknown => error(SESSION_UNKNOWN, 0),
             Reply::Error => error(QUOTA, 0),
             Reply::Reset => error(RESET, 0),
+            Reply::Exists => error(EXISTS, 0),
+            Reply::InFlight(wait) => error(IN_FLIGHT, wait.as_millis() as u64),
         };
         note!(world, "process {}: answers {id}: {reply:?}", self.process.number);
         let line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},{said}}}\n").into_bytes();

@@ -2,7 +2,10 @@
 
 use std::fmt;
 
-use goaround::{CallError, Outcome};
+use goaround::{
+    CallError, Outcome,
+    write_safety::ledger::{Entry, State},
+};
 
 use crate::world::{Branch, Reports, Seen, World};
 
@@ -26,6 +29,10 @@ pub enum Wrong {
     Overwritten { by: u32, write: u32 },
     /// More hand-overs than there may be.
     Attempts { call: u32, arrived: usize },
+    /// A write went out that touches one in doubt.
+    KeyInDoubt { write: u32, held: u32 },
+    /// The ledger says what is not so, or not what is so.
+    Ledger { write: u32, what: &'static str },
     /// A connection was given up without a reason.
     Reconnect(String),
     /// More retries than the budget allowed.
@@ -49,11 +56,22 @@ impl Wrong {
             Wrong::Lie { .. } => "lies",
             Wrong::Overwritten { .. } => "overwritten",
             Wrong::Attempts { .. } => "attempts",
+            Wrong::KeyInDoubt { .. } => "keys",
+            Wrong::Ledger { .. } => "ledger",
             Wrong::Reconnect(_) => "reconnects",
             Wrong::Budget { .. } => "budget",
             Wrong::Leak(_) => "leaks",
             Wrong::Latched(_) => "latched",
         }
+    }
+}
+
+/// Whether nobody knows whether the write was applied.
+pub fn is_in_doubt(error: &CallError) -> bool {
+    match error.outcome() {
+        Outcome::Unknown => true,
+        Outcome::Answered => error.may_have_landed(),
+        _ => false,
     }
 }
 
@@ -80,6 +98,9 @@ pub fn judge(world: &World) {
     }
     world.lock().calls = calls;
     world.find_overwritten();
+    if world.plan().store {
+        judge_ledger(world);
+    }
     let (made, allowed) = {
         let state = world.lock();
         (state.retries_made, state.retries_allowed)
@@ -115,11 +136,14 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
     let lie = |error: &dyn fmt::Display| {
         world.wrong(Wrong::Lie { write, told: format!("{error}, and {effects} effects") });
     };
-    if effects > 1 {
+    let harmless = seen.is_idempotent && world.plan().replays_idempotent && !world.plan().lies.idempotent;
+    if effects > 1 && !harmless {
         world.wrong(Wrong::Duplicate { write, effects });
     }
+    // Whoever went away while the answer was being recorded finds it in the ledger.
+    let is_closed = world.is_closed(write);
     let arrived = world.arrivals(write);
-    if arrived > 1 + usize::from(seen.may_replay) {
+    if arrived > 1 + usize::from(seen.may_replay) && !seen.again {
         world.wrong(Wrong::Attempts { call: write, arrived });
     }
     if calls > 1 || doubts > 1 || abandoned > 1 {
@@ -128,7 +152,7 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
     if seen.told.is_some() && abandoned > 0 {
         wrong_report("abandoned, and it was not");
     }
-    if seen.told.is_none() && abandoned == 0 && effects > 0 {
+    if seen.told.is_none() && doubts + abandoned == 0 && effects > 0 && !seen.crashed && !is_closed {
         wrong_report("not abandoned, and it was");
     }
     let kind = match &seen.told {
@@ -144,8 +168,8 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
                 wrong_report("no doubt");
             }
             match outcome {
-                Outcome::NotDone if effects > 0 => lie(error),
-                Outcome::Answered if effects > 0 && !error.may_have_landed() => lie(error),
+                Outcome::NotDone if effects > 0 && !seen.again => lie(error),
+                Outcome::Answered if effects > 0 && !error.may_have_landed() && !seen.again => lie(error),
                 Outcome::NoAnswer => lie(error),
                 _ => {}
             }
@@ -159,4 +183,60 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
         }
     };
     world.cover(kind);
+}
+
+/// What the ledger says at the end of time must be so.
+fn judge_ledger(world: &World) {
+    for entry in world.book() {
+        let (token, excused) = {
+            let state = world.lock();
+            let Some(token) = state.tokens.get(&entry.id.call()).copied() else { continue };
+            (token, state.book.unsettled.contains(&entry.id))
+        };
+        let effects = world.effects(token);
+        let (told, again, cut_off) = {
+            let state = world.lock();
+            let Some(seen) = state.calls.get(&token) else { continue };
+            let told = match &seen.told {
+                None => None,
+                Some(Ok(())) => Some(true),
+                Some(Err(error)) => Some(!is_in_doubt(error)),
+            };
+            (told, seen.again, seen.crashed || state.covered & 1 << Branch::RuntimeShutdown as u64 != 0)
+        };
+        let wrong = match &entry.state {
+            State::Landed { .. } if effects == 0 => "it has landed",
+            State::NotLanded { .. } if effects > 0 && !again => "it has not landed",
+            State::Open if !excused && !cut_off => "it is open, and its call is over",
+            State::InDoubt { .. } if told == Some(true) && !cut_off && !excused => "it is in doubt, and its caller knows",
+            State::Answered | State::Landed { .. } | State::NotLanded { .. }
+                if told == Some(false) && !cut_off && !again =>
+            {
+                "it is closed, and its caller does not know"
+            }
+            _ => continue,
+        };
+        world.wrong(Wrong::Ledger { write: token, what: wrong });
+    }
+}
+
+/// What the ledger in memory lists is what nobody knows of.
+pub fn judge_memory(world: &World, listed: &[Entry]) {
+    let mut found = Vec::new();
+    let state = world.lock();
+    for (call, token) in &state.tokens {
+        let Some(seen) = state.calls.get(token).filter(|seen| seen.is_write && !seen.again) else { continue };
+        let is_listed = listed.iter().any(|entry| entry.id.call() == *call);
+        let expected = match &seen.told {
+            Some(Ok(())) => false,
+            Some(Err(error)) => is_in_doubt(error),
+            None => seen.reports.abandoned > 0,
+        };
+        if is_listed != expected {
+            let what = if is_listed { "it is in doubt, and it is not" } else { "it is not listed, and it is in doubt" };
+            found.push(Wrong::Ledger { write: *token, what });
+        }
+    }
+    drop(state);
+    found.into_iter().for_each(|wrong| world.wrong(wrong));
 }

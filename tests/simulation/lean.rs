@@ -10,7 +10,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use goaround::{Activity, BoxError, Call, CallError, Effect, Evidence, Exit, Tagged};
+use goaround::{
+    Activity, BoxError, Call, CallError, Effect, Evidence, Exit, Tagged, write_safety::KeyedWrites,
+};
 use tokio::{
     sync::oneshot,
     time::{sleep, sleep_until, timeout},
@@ -35,8 +37,12 @@ impl Harness for Lean {
         Connector(world.clone())
     }
 
-    fn put(token: u32) -> Tagged<u32> {
-        Tagged::new(token, Effect::Write).named("put")
+    fn put(token: u32, effect: Effect) -> Tagged<u32> {
+        Tagged::new(token, effect).named("put")
+    }
+
+    fn keyed(_: &World) -> Option<KeyedWrites<Tagged<u32>, u32>> {
+        None
     }
 
     fn get(token: u32) -> Tagged<u32> {
@@ -161,7 +167,7 @@ async fn said(process: &Process, reply: Reply) -> Result<u32, CallError> {
         }
         Reply::Error => CallError::answered("quota"),
         Reply::Reset => CallError::ambiguous("reset"),
-        Reply::Silence => pending().await,
+        Reply::Exists | Reply::InFlight(_) | Reply::Silence => pending().await,
     })
 }
 
@@ -271,6 +277,7 @@ async fn wire(
 ) {
     let world = process.world.clone();
     let faults = &world.plan().faults;
+    let run = world.lock().book.run;
     if *frame.lock().unwrap() != Frame::Taken {
         if world.fault(faults.stall) {
             world.cover(Branch::Stalled);
@@ -284,6 +291,9 @@ async fn wire(
             // Stalled until the rest is written, or until the connection closes.
             let _ = timeout(world.wait(12_000), process.closed()).await;
         }
+        if world.lock().book.run != run {
+            return; // What a client had not written when it crashed is never written.
+        }
         if !process.is_open() && world.chance(50) {
             world.cover(Branch::Cut);
             return;
@@ -294,7 +304,7 @@ async fn wire(
         }
     }
     let first = process.arrives(token);
-    let said = process.put(token, first, &cancelled).await;
+    let said = process.put(token, None, first, &cancelled).await;
     if cancelled.load(Ordering::Relaxed) {
         world.cover(Branch::CancelledAfter);
     }

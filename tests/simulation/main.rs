@@ -16,6 +16,7 @@ mod fly;
 mod full;
 mod judge;
 mod lean;
+mod ledger;
 mod world;
 
 use std::{
@@ -40,7 +41,7 @@ const SEEDS: u64 = 20_000;
 /// How many seeds a thread takes at once.
 const CHUNK: u64 = 50;
 /// How many broken seeds are shown.
-const SHOWN: usize = 3;
+const SHOWN: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -72,7 +73,8 @@ impl Kind {
 struct Tally {
     seeds: u64,
     wrong: BTreeMap<&'static str, u64>,
-    broken: Vec<(Kind, u64)>,
+    /// With what was wrong first.
+    broken: Vec<(Kind, u64, &'static str)>,
     covered: BTreeMap<&'static str, u64>,
     /// On how many threads, and how long.
     busy: Duration,
@@ -89,8 +91,8 @@ impl Tally {
         for wrong in &flown.wrong {
             *self.wrong.entry(wrong.kind()).or_default() += 1;
         }
-        if !flown.wrong.is_empty() {
-            self.broken.push((kind, seed));
+        if let Some(first) = flown.wrong.first() {
+            self.broken.push((kind, seed, first.kind()));
         }
     }
 
@@ -206,7 +208,7 @@ fn regressions() -> bool {
 /// Adds seeds to those that are flown first from now on.
 fn remember(broken: &[(Kind, u64)]) {
     let mut known = std::fs::read_to_string(REGRESSIONS).unwrap_or_default();
-    for (kind, seed) in broken.iter().take(SHOWN) {
+    for (kind, seed) in broken {
         let line = format!("{}/{seed}", kind.name());
         if !known.lines().any(|known| known.split('#').next().map(str::trim) == Some(&line)) {
             known += &line;
@@ -288,11 +290,14 @@ fn main() -> ExitCode {
             is_well = false;
         }
     }
-    all.broken.sort_by_key(|(_, seed)| *seed);
-    for (kind, seed) in all.broken.iter().take(SHOWN) {
+    all.broken.sort_by_key(|(_, seed, _)| *seed);
+    // One of each sort.
+    let sorts: BTreeMap<_, _> = all.broken.iter().rev().map(|(kind, seed, sort)| (*sort, (*kind, *seed))).collect();
+    let shown: Vec<_> = sorts.into_values().take(SHOWN).collect();
+    for (kind, seed) in &shown {
         replay(*kind, *seed);
     }
-    remember(&all.broken);
+    remember(&shown);
     let of = |kind: &str| all.wrong.get(kind).copied().unwrap_or_default();
     for (kind, count) in &all.wrong {
         println!("{kind}: {count}");

@@ -10,17 +10,26 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll, Waker},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use fastrand::Rng;
-use goaround::CallId;
+use goaround::{CallId, write_safety::ledger::EntryId};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::judge::{Told, Wrong};
+use crate::{
+    judge::{Told, Wrong},
+    ledger::Book,
+};
 
 /// Nothing takes effect later than this after its last byte, in milliseconds: the truth about the servers.
 pub const LANDS_WITHIN: u64 = 4_000;
+
+/// How long a message takes at most from its hand-over, in milliseconds, also while the machine sleeps.
+const LONGEST_WAY: u64 = 100_000;
+
+/// Tokens of the calls that see whether everything works again.
+pub const CANARIES: u32 = 1_000;
 
 pub fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
@@ -45,6 +54,14 @@ pub struct Lies {
     pub trusted_evidence: bool,
     /// What is read is older than what was written.
     pub lagging_reads: bool,
+    /// What is declared to touch the same thing does not, and what touches it is not declared.
+    pub wrong_key: bool,
+    /// Writes that are not idempotent are declared to be.
+    pub idempotent: bool,
+    /// Servers keep keys for less than is declared.
+    pub keys_forgotten: bool,
+    /// The wall clock stands still while the machine sleeps.
+    pub clock_stands: bool,
     /// A connection that holds requests up marks nothing.
     pub unmarked: bool,
     /// A connection says of all that it did not send that nothing was sent.
@@ -71,6 +88,22 @@ pub struct Plan {
     pub leaks: bool,
     pub silence_probe: bool,
     pub few_in_flight: bool,
+    /// Whether writes of one key touch each other and no others.
+    pub keys: bool,
+    /// Whether writes that are idempotent are replayed without a check.
+    pub replays_idempotent: bool,
+    /// How long servers keep the keys of writes.
+    pub keeps_keys: Option<u64>,
+    /// Whether their answers to a key that they have are read.
+    pub reads_answers: bool,
+    /// Whether the ledger is a database.
+    pub store: bool,
+    /// When the client's process crashes.
+    pub crashes: Option<u64>,
+    /// When the machine sleeps, and for how long.
+    pub sleeps: Option<(u64, u64)>,
+    /// When the wall clock is set, and by how much.
+    pub clock_is_set: Option<(u64, i64)>,
     /// Whether the errors of servers mean nothing but that they refuse.
     pub plain: bool,
     /// What happens how often, in percent.
@@ -95,6 +128,8 @@ pub struct Faults {
     pub check_fails: u32,
     /// Of one read.
     pub read_fails: u32,
+    /// Of one step of the ledger.
+    pub ledger_fails: u32,
 }
 
 /// What a server does with a write.
@@ -173,6 +208,10 @@ pub enum Reply {
     SessionUnknown,
     Error,
     Reset,
+    /// It was applied before.
+    Exists,
+    /// It is being processed.
+    InFlight(Duration),
     /// Nothing at all.
     Silence,
 }
@@ -194,9 +233,21 @@ impl Plan {
             falls_silent: percent(10),
             check_fails: percent(40),
             read_fails: percent(40),
+            ledger_fails: percent(25),
         };
         let quarantine = (rng.u32(0..100) < 65).then(|| LANDS_WITHIN + 1);
         let leaks = rng.u32(0..100) < 30;
+        let independent = (rng.u32(0..100) < 40 || lies.independent) && !lies.wrong_key;
+        let keeps_keys = match lies.keys_forgotten || lies.clock_stands {
+            true => Some(30_000),
+            false => (rng.u32(0..100) < 25).then(|| [8_000, 25_000, 120_000][rng.usize(0..3)]),
+        };
+        let store = rng.u32(0..100) < 40;
+        let crashes = (store && rng.u32(0..100) < 20).then(|| rng.u64(500..12_000));
+        let sleeps = (rng.u32(0..100) < 20 || lies.clock_stands);
+        let sleeps = sleeps.then(|| (rng.u64(500..15_000), rng.u64(1_000..60_000)));
+        let clock_is_set = rng.u32(0..100) < 20 && !lies.clock_stands;
+        let clock_is_set = clock_is_set.then(|| (rng.u64(0..15_000), rng.i64(-100_000..100_000)));
         Self {
             lies,
             marks: rng.bool() && !lies.unmarked,
@@ -208,7 +259,15 @@ impl Plan {
                 true => Some(LANDS_WITHIN / 20),
                 false => quarantine,
             },
-            independent: rng.bool() || lies.independent,
+            independent,
+            keys: (rng.u32(0..100) < 50 && !independent) || lies.wrong_key,
+            replays_idempotent: rng.u32(0..100) < 20 || lies.idempotent,
+            keeps_keys,
+            reads_answers: rng.bool(),
+            store,
+            crashes,
+            sleeps,
+            clock_is_set,
             refuses: rng.u32(0..100) < 8,
             trusts: rng.bool() || lies.trusted_evidence,
             leaks: leaks || lies.exact_writes,
@@ -246,6 +305,12 @@ pub struct State {
     pub read: BTreeSet<u32>,
     /// The write whose answer is lost, though everything else goes well.
     pub loses: Option<u32>,
+    pub book: Book,
+    /// Which run of the client entered a write.
+    pub runs: BTreeMap<EntryId, u32>,
+    pub claimed: BTreeSet<EntryId>,
+    /// The keys that servers got, when they got each first, and whether its write was applied.
+    keys: BTreeMap<String, (Duration, bool)>,
     processes: Vec<Process>,
     connects: u32,
     pub wrong: Vec<Wrong>,
@@ -275,6 +340,13 @@ struct Arrived {
 #[derive(Default)]
 pub struct Seen {
     pub is_write: bool,
+    pub is_idempotent: bool,
+    /// When its call was over, and nobody knew.
+    pub in_doubt: Option<u64>,
+    /// Whether it was sent again, as another call, after it was found not to have landed.
+    pub again: bool,
+    /// Whether its caller crashed.
+    pub crashed: bool,
     /// When it was made, by the count of what happens.
     pub begun: u64,
     /// When its caller was told that it is done.
@@ -312,6 +384,10 @@ impl World {
             tokens: BTreeMap::new(),
             read: BTreeSet::new(),
             loses: None,
+            book: Book::default(),
+            runs: BTreeMap::new(),
+            claimed: BTreeSet::new(),
+            keys: BTreeMap::new(),
             processes: Vec::new(),
             connects: 0,
             wrong: Vec::new(),
@@ -408,6 +484,11 @@ impl World {
         processes.iter().for_each(Process::close);
     }
 
+    /// The client has no more use for any of them.
+    pub fn give_all_up(&self) {
+        self.lock().processes.iter().for_each(Process::give_up);
+    }
+
     /// Lets go of all that holds the world itself.
     pub fn clear(&self) {
         let mut state = self.lock();
@@ -481,6 +562,79 @@ impl World {
         process
     }
 
+    /// How long it has been, machines that sleep included.
+    fn now(&self) -> Duration {
+        let elapsed = self.0.start.elapsed();
+        match self.plan().sleeps {
+            Some((at, long)) if elapsed >= ms(at) => elapsed + ms(long),
+            _ => elapsed,
+        }
+    }
+
+    /// What the wall clock of the client says.
+    pub fn wall_clock(&self) -> SystemTime {
+        let elapsed = self.0.start.elapsed();
+        let now = if self.plan().lies.clock_stands { elapsed } else { self.now() };
+        let set = self.plan().clock_is_set.filter(|(at, _)| elapsed >= ms(*at)).map_or(0, |(_, by)| by);
+        let millis = 1_000_000_000_u64.saturating_add_signed(set) + now.as_millis() as u64;
+        SystemTime::UNIX_EPOCH + ms(millis)
+    }
+
+    /// A write with that key has come; whether it is a copy of one that came before.
+    fn knows_key(&self, key: &str) -> bool {
+        let Some(keeps) = self.plan().keeps_keys else { return false };
+        // What is declared leaves room for the longest way that a replay may take.
+        let keeps = match self.plan().lies {
+            Lies { keys_forgotten: true, .. } => ms(keeps / 20),
+            Lies { clock_stands: true, .. } => ms(keeps),
+            _ => ms(keeps + LONGEST_WAY),
+        };
+        let now = self.now();
+        let mut state = self.lock();
+        match state.keys.get(key) {
+            Some((first, _)) if now < *first + keeps => true,
+            _ => {
+                state.keys.insert(key.to_owned(), (now, false));
+                false
+            }
+        }
+    }
+
+    /// What a server says at once to a copy.
+    fn answer_to_key(&self, key: &str) -> Option<Reply> {
+        let applied = self.lock().keys.get(key)?.1;
+        let at_once = self.chance(70);
+        match applied {
+            true if !self.plan().reads_answers => Some(Reply::Done),
+            true => Some(if at_once { Reply::Exists } else { Reply::Done }),
+            false => (at_once && self.plan().reads_answers).then(|| Reply::InFlight(self.wait(1_000))),
+        }
+    }
+
+    /// What the caller says that a write touches.
+    pub fn declared_key(&self, token: u32) -> Option<u32> {
+        match self.plan().lies.wrong_key {
+            true => Some(token),
+            false => self.key(token),
+        }
+    }
+
+    /// What it touches.
+    fn key(&self, token: u32) -> Option<u32> {
+        match token {
+            CANARIES.. => Some(token),
+            _ => (token % 5 != 0).then_some(token % 2),
+        }
+    }
+
+    /// Whether two writes touch each other.
+    fn touch(&self, one: u32, other: u32) -> bool {
+        match (self.key(one), self.key(other)) {
+            (Some(one), Some(other)) if self.plan().keys => one == other,
+            _ => true,
+        }
+    }
+
     /// No write that was acknowledged is overwritten by a replay of one that had arrived before it was made.
     pub fn find_overwritten(&self) {
         if self.plan().independent && !self.plan().lies.independent {
@@ -494,10 +648,49 @@ impl World {
             for (other, seen) in &state.calls {
                 let over = seen.is_write
                     && calls.is_write
+                    && !calls.again
+                    && self.touch(*token, *other)
                     && seen.begun > first.handed
                     && seen.acknowledged.is_some_and(|at| at < replay.handed);
                 if over {
                     found.push(Wrong::Overwritten { by: *token, write: *other });
+                }
+            }
+        }
+        drop(state);
+        found.into_iter().for_each(|wrong| self.wrong(wrong));
+    }
+}
+
+impl World {
+    /// What must hold when a write arrives: it was entered and, if it comes again, claimed; and no other one that
+    /// has its key is in doubt.
+    fn judge_arrival(&self, token: u32, first: bool) {
+        let state = self.lock();
+        let Some(seen) = state.calls.get(&token) else { return };
+        let mut found = Vec::new();
+        if self.plan().store && !seen.again {
+            let id = state.tokens.iter().find(|(_, known)| **known == token).map(|(call, _)| *call);
+            let entered = state.runs.keys().find(|entry| Some(entry.call()) == id);
+            match entered {
+                None => found.push(Wrong::Ledger { write: token, what: "it was not entered" }),
+                Some(entry) if !first && !state.claimed.contains(entry) => {
+                    found.push(Wrong::Ledger { write: token, what: "its replay was not claimed" });
+                }
+                Some(_) => {}
+            }
+        }
+        if self.plan().keys && !self.plan().lies.wrong_key && self.key(token).is_some() && first {
+            for (other, held) in &state.calls {
+                let unsettled = state.tokens.iter().any(|(call, known)| {
+                    known == other && state.book.unsettled.iter().any(|entry| entry.call() == *call)
+                });
+                if *other != token
+                    && self.key(*other) == self.key(token)
+                    && held.in_doubt.is_some_and(|at| at < seen.begun)
+                    && !unsettled
+                {
+                    found.push(Wrong::KeyInDoubt { write: token, held: *other });
                 }
             }
         }
@@ -652,6 +845,12 @@ impl Process {
 
     /// A message of that call has arrived to its last byte; whether it is the first of it.
     pub fn arrives(&self, token: u32) -> bool {
+        let first = self.arrives_unjudged(token);
+        self.world.judge_arrival(token, first);
+        first
+    }
+
+    fn arrives_unjudged(&self, token: u32) -> bool {
         let mut state = self.world.lock();
         let handed = match state.handed.get(&token) {
             Some(handed) => *handed,
@@ -666,14 +865,23 @@ impl Process {
 
     /// What the server makes of a write, whoever still waits for it. `cancelled` is looked at when it is to
     /// take effect.
-    pub async fn put(&self, token: u32, first: bool, cancelled: &AtomicBool) -> Reply {
+    pub async fn put(&self, token: u32, key: Option<String>, first: bool, cancelled: &AtomicBool) -> Reply {
         let world = &self.world;
         let fate = world.fate(token);
+        // What is lost on its way tells the server nothing.
+        let key = key.filter(|_| fate != Fate::Lost);
+        let is_copy = key.as_ref().is_some_and(|key| world.knows_key(key));
+        if is_copy
+            && let Some(reply) = key.as_ref().and_then(|key| world.answer_to_key(key))
+        {
+            note!(world, "process {}: {token} has a known key: {reply:?}", self.number);
+            return reply;
+        }
         let lands_at = Instant::now() + world.wait(LANDS_WITHIN);
         note!(world, "process {}: {token} will be {fate:?}", self.number);
         match fate {
             Fate::RateLimit if world.plan().lies.trusted_evidence && world.chance(50) => {
-                world.apply(self, token, first);
+                world.apply(self, token, key.as_deref(), first);
                 return Reply::RateLimit(world.wait(5_000));
             }
             Fate::RateLimit => {
@@ -709,7 +917,7 @@ impl Process {
             if was_open && !self.is_open() {
                 world.cover(Branch::CommitAfterClose);
             }
-            world.apply(self, token, first);
+            world.apply(self, token, key.as_deref(), first);
         }
         match fate {
             Fate::ClosesAfter => {
@@ -764,7 +972,16 @@ impl Process {
 }
 
 impl World {
-    fn apply(&self, process: &Process, token: u32, first: bool) {
+    fn apply(&self, process: &Process, token: u32, key: Option<&str>, first: bool) {
+        let mut state = self.lock();
+        if let Some((_, applied)) = key.and_then(|key| state.keys.get_mut(key))
+            && std::mem::replace(applied, true)
+        {
+            drop(state);
+            note!(self, "process {}: {token} is a copy", process.number);
+            return self.cover(Branch::Deduplicated);
+        }
+        drop(state);
         note!(self, "process {}: {token} TAKES EFFECT", process.number);
         let mut state = self.lock();
         state.applied.push(Applied { token, process: process.number, at: Instant::now() });
@@ -811,6 +1028,14 @@ branches! {
     Overlap: "a process was started while the last one was still there",
     GroupStayed: "a process was gone and its group was not",
     SilentEnded: "a silent process was found out by a probe",
+    Deduplicated: "a server knew the key of a replay",
+    KeyedReplay: "a write was replayed by its key",
+    KeyRefused: "a write was refused because of another in doubt with its key",
+    LedgerCannotEnter: "the ledger could not enter a write",
+    LedgerCannotSettle: "the ledger could not record an end",
+    LedgerCannotClaim: "the ledger could not claim a replay",
+    Crash: "the client's process crashed",
+    Resolved: "what a crash left open was settled",
     CheckFailed: "a check failed",
     CheckPanicked: "a check panicked",
     CheckHung: "a check hung",
