@@ -5,6 +5,7 @@ use std::{
     borrow::Cow,
     cell::Cell,
     fmt,
+    num::NonZeroU64,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -13,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use serde::Serialize;
+use serde::{Serialize, Serializer, ser::SerializeStruct};
 use tokio::time::Instant;
 
 use crate::{
@@ -115,6 +116,7 @@ pub enum Effect {
 
 impl Effect {
     /// Whether the call may change something: everything but [`Effect::ReadOnly`].
+    #[inline]
     pub const fn is_write(self) -> bool {
         !matches!(self, Effect::ReadOnly)
     }
@@ -163,11 +165,13 @@ impl Deadline {
     }
 
     /// The deadline that lies `limit` after `start`.
+    #[inline]
     pub(crate) fn after(start: Instant, limit: Duration) -> Self {
         start.checked_add(limit).map_or(Deadline::Never, Deadline::At)
     }
 
     /// The instant, where there is one.
+    #[inline]
     pub const fn instant(self) -> Option<Instant> {
         match self {
             Deadline::At(at) => Some(at),
@@ -176,11 +180,13 @@ impl Deadline {
     }
 
     /// Whether `now` is at or past the deadline.
+    #[inline]
     pub(crate) fn is_past(self, now: Instant) -> bool {
         self.instant().is_some_and(|at| now >= at)
     }
 
     /// Whether a wait from `now` of length `wait` ends before the deadline.
+    #[inline]
     pub(crate) fn allows(self, now: Instant, wait: Duration) -> bool {
         self.instant().is_none_or(|at| now.checked_add(wait).is_some_and(|end| end < at))
     }
@@ -193,22 +199,46 @@ impl Deadline {
 
 /// Names one logical call, the same over all of its attempts: the number of the clone (or thread) that
 /// made it, and that one's own sequence, so that naming a call costs no shared counter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-pub struct CallId {
-    source: u64,
-    sequence: u64,
-}
+///
+/// A clone takes another number after each 2^20 calls. The numbers begin anew after 2^44.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CallId(
+    // One word: it is copied by every layer right after it was written, and two words are then read back as
+    // one wide one, for which the processor has to wait until both are out of its store buffer.
+    NonZeroU64,
+);
+
+/// How many bits of a call's name are its clone's sequence.
+const SEQUENCE_BITS: u32 = 20;
 
 impl CallId {
-    /// The id that such a text says; no call has a zero in it.
+    const fn source(self) -> u64 {
+        self.0.get() >> SEQUENCE_BITS
+    }
+
+    const fn sequence(self) -> u64 {
+        self.0.get() & ((1 << SEQUENCE_BITS) - 1)
+    }
+
+    /// The id of that source and sequence, if there can be one.
     pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
-        (source > 0).then_some(Self { source, sequence })
+        let fits = source >> (u64::BITS - SEQUENCE_BITS) == 0 && sequence >> SEQUENCE_BITS == 0;
+        NonZeroU64::new(source << SEQUENCE_BITS | sequence).filter(|_| fits).map(Self)
     }
 }
 
 impl fmt::Display for CallId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}", self.source, self.sequence)
+        write!(f, "{}-{}", self.source(), self.sequence())
+    }
+}
+
+impl Serialize for CallId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut id = serializer.serialize_struct("CallId", 2)?;
+        id.serialize_field("source", &self.source())?;
+        id.serialize_field("sequence", &self.sequence())?;
+        id.end()
     }
 }
 
@@ -219,7 +249,11 @@ impl fmt::Display for CallId {
 #[derive(Debug, Default)]
 pub struct CallContext {
     id: Option<CallId>,
-    until: Until,
+    deadline: Deadline,
+    attempt_until: Option<Instant>,
+    activity: Option<Arc<Activity>>,
+    /// Where the call's events go, its trail, and what moves its deadline.
+    pub(crate) events: Events,
     /// Whether a layer resolved the deadline from its default, so that a nested one may shorten it.
     pub(crate) by_default: bool,
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
@@ -228,10 +262,6 @@ pub struct CallContext {
     /// settles doubts.
     pub(crate) guarded: bool,
     effect: Option<(Effect, Basis)>,
-    attempt_until: Option<Instant>,
-    activity: Option<Arc<Activity>>,
-    pub(crate) trail: Option<Arc<Trail>>,
-    pub(crate) events: Events,
 }
 
 impl CallContext {
@@ -241,6 +271,7 @@ impl CallContext {
     }
 
     /// The call's id, where it has one yet: the outermost layer gives it one, or [`CallContext::assign_id`].
+    #[inline]
     pub const fn id(&self) -> Option<CallId> {
         self.id
     }
@@ -265,18 +296,31 @@ impl CallContext {
     }
 
     /// The call's deadline.
+    #[inline]
     pub const fn deadline(&self) -> Deadline {
-        self.until.deadline
+        self.deadline
     }
 
     /// What moves the call's deadline, if the call asked for that: its idle limit, and pauses.
-    pub const fn progress(&self) -> Option<&Arc<Progress>> {
-        self.until.progress.as_ref()
+    #[inline]
+    pub fn progress(&self) -> Option<&Arc<Progress>> {
+        self.events.progress()
     }
 
     /// The call's deadline, and what moves it.
-    pub(crate) const fn until(&self) -> &Until {
-        &self.until
+    #[inline]
+    pub(crate) fn until(&self) -> Until {
+        Until { deadline: self.deadline, progress: self.progress().cloned() }
+    }
+
+    /// What layers below the one that replays the call note of its attempts, once there is such a layer.
+    #[inline]
+    pub(crate) fn trail(&self) -> Option<&Arc<Trail>> {
+        self.events.trail()
+    }
+
+    pub(crate) fn set_trail(&mut self, trail: Arc<Trail>) {
+        self.events.set_trail(trail);
     }
 
     /// Asks for what moves the deadline, on top of what was asked for.
@@ -284,32 +328,37 @@ impl CallContext {
         let known = self.progress();
         let idle = idle.or_else(|| known?.idle());
         let while_asking = while_asking.or_else(|| Some(known?.pauses_while_asking())).unwrap_or_default();
-        self.until.progress = Some(Arc::new(Progress::new(idle, while_asking)));
+        self.events.set_progress(Arc::new(Progress::new(idle, while_asking)));
     }
 
     /// Sets the call's deadline.
+    #[inline]
     pub fn set_deadline(&mut self, deadline: Deadline) {
-        self.until.deadline = deadline;
+        self.deadline = deadline;
         self.by_default = false;
     }
 
     /// Sets a deadline that came from a layer's default.
+    #[inline]
     pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
-        self.until.deadline = deadline;
+        self.deadline = deadline;
         self.by_default = true;
     }
 
     /// The effect that somebody stamped on the call.
+    #[inline]
     pub fn effect(&self) -> Option<Effect> {
         self.effect.map(|(effect, _)| effect)
     }
 
     /// Who stamped it.
+    #[inline]
     pub fn basis(&self) -> Basis {
         self.effect.map_or(Basis::Default, |(_, basis)| basis)
     }
 
     /// Stamps the call: what it may do, and who said so.
+    #[inline]
     pub fn stamp(&mut self, effect: Effect, basis: Basis) {
         self.effect = Some((effect, basis));
     }
@@ -318,21 +367,25 @@ impl CallContext {
     ///
     /// A connection that is polled at or past it withdraws a request of which nothing was sent (and
     /// answers [`Delivery::NotSent`](crate::Delivery::NotSent)), and goes on waiting for one that was.
+    #[inline]
     pub const fn attempt_until(&self) -> Option<Instant> {
         self.attempt_until
     }
 
     /// Sets until when the current attempt is waited for.
+    #[inline]
     pub fn set_attempt_until(&mut self, until: Option<Instant>) {
         self.attempt_until = until;
     }
 
     /// Where a connection marks what became of the attempt's bytes, if a layer above wants to know.
+    #[inline]
     pub fn activity(&self) -> Option<&Arc<Activity>> {
         self.activity.as_ref()
     }
 
     /// Sets where the connection marks what became of the attempt's bytes.
+    #[inline]
     pub(crate) fn set_activity(&mut self, activity: Option<Arc<Activity>>) {
         self.activity = activity;
     }
@@ -349,58 +402,89 @@ impl CallContext {
     pub(crate) fn for_attempt(&self) -> Self {
         Self {
             id: self.id,
-            until: self.until.clone(),
+            deadline: self.deadline,
+            attempt_until: self.attempt_until,
+            activity: self.activity.clone(),
+            events: self.events.share(),
             by_default: self.by_default,
             entered: self.entered,
             guarded: self.guarded,
             effect: self.effect,
-            attempt_until: self.attempt_until,
-            activity: self.activity.clone(),
-            trail: self.trail.clone(),
-            events: self.events.share(),
         }
+    }
+
+    /// Whether this is that context [of another attempt](Self::for_attempt), to the last bit.
+    #[inline]
+    fn is_attempt_of(&self, other: &Self) -> bool {
+        let activity = match (&self.activity, &other.activity) {
+            (None, None) => true,
+            (Some(own), Some(others)) => Arc::ptr_eq(own, others),
+            _ => false,
+        };
+        activity
+            && self.events.is(&other.events)
+            && self.id == other.id
+            && self.deadline == other.deadline
+            && self.attempt_until == other.attempt_until
+            && self.effect == other.effect
+            && (self.by_default, self.entered, self.guarded)
+                == (other.by_default, other.entered, other.guarded)
     }
 }
 
 impl Clone for CallContext {
     fn clone(&self) -> Self {
-        Self { until: self.until.of_another_call(), effect: self.effect, ..Self::default() }
+        // What moves the deadline is the other call's own.
+        let progress = self.progress().map(|progress| Arc::new(Progress::clone(progress)));
+        let events = progress.map(Events::with_progress).unwrap_or_default();
+        Self { deadline: self.deadline, events, effect: self.effect, ..Self::default() }
     }
 }
 
 /// The effect that the layers go by: the stamp, else the request's own.
+#[inline]
 pub(crate) fn effect_of<R: Call>(request: &R) -> Effect {
     request.context().effect().unwrap_or_else(|| request.effect())
 }
 
 /// A copy of the request for another attempt of the same call.
+#[inline(always)]
 pub(crate) fn replica<R: Call>(request: &R) -> Option<R> {
-    let mut copy = request.try_clone()?;
-    *copy.context_mut() = request.context().for_attempt();
-    Some(copy)
+    let mut copy = request.try_clone();
+    // Requests of this crate have seen to that.
+    if let Some(copy) = &mut copy
+        && !copy.context().is_attempt_of(request.context())
+    {
+        *copy.context_mut() = request.context().for_attempt();
+    }
+    copy
 }
 
 /// Where a layer takes the ids of calls from. A clone is a source of its own.
 #[derive(Debug, Default)]
 pub(crate) struct CallIds {
-    source: u64,
-    sequence: u64,
+    /// Nothing is left of a source, or none was drawn yet, where its sequence is zero.
+    next: u64,
 }
 
 impl CallIds {
     const fn new() -> Self {
-        Self { source: 0, sequence: 0 }
+        Self { next: 0 }
     }
 
     #[inline]
     fn next(&mut self) -> CallId {
-        static SOURCES: AtomicU64 = AtomicU64::new(1);
-        if self.source == 0 {
-            self.source = SOURCES.fetch_add(1, Ordering::Relaxed);
-        }
-        self.sequence += 1;
-        CallId { source: self.source, sequence: self.sequence }
+        let id = if self.next & ((1 << SEQUENCE_BITS) - 1) == 0 { new_source() } else { self.next };
+        self.next = id.wrapping_add(1);
+        CallId(NonZeroU64::new(id).unwrap_or(NonZeroU64::MIN))
     }
+}
+
+/// The first name of another source.
+#[cold]
+fn new_source() -> u64 {
+    static SOURCES: AtomicU64 = AtomicU64::new(1);
+    (SOURCES.fetch_add(1, Ordering::Relaxed) << SEQUENCE_BITS) | 1
 }
 
 impl Clone for CallIds {
@@ -642,6 +726,12 @@ impl<R> Tagged<R> {
         &self.request
     }
 
+    /// The request, to be changed before it is sent: by
+    /// [`KeyedWrites`](crate::write_safety::KeyedWrites), for one.
+    pub const fn get_mut(&mut self) -> &mut R {
+        &mut self.request
+    }
+
     /// The request, and nothing of what was said of it.
     pub fn into_inner(self) -> R {
         self.request
@@ -669,6 +759,7 @@ impl<R> Call for Tagged<R> {
         &mut self.context
     }
 
+    #[inline(always)]
     fn try_clone(&self) -> Option<Self> {
         Some(Self {
             request: (self.clone)(&self.request)?,

@@ -44,6 +44,32 @@ mod switches {
         LastPoll,
         /// A deadline has a timer.
         Timer,
+        /// There is no verdict of not landed without a fence.
+        Fence,
+        /// A check begins after the fence holds.
+        FenceFirst,
+        /// A probe counts only on a connection that is younger than the process's end.
+        ProbeAge,
+        /// A process is gone with all of its group.
+        Group,
+        /// While bytes are unwritten no declared fence holds.
+        Unsent,
+        /// No replay lands on another write.
+        OtherWrites,
+        /// A write is replayed once.
+        Once,
+        /// A write whose future is dropped is reported.
+        DropGuard,
+        /// No write goes out while another with its key is in doubt.
+        KeyInDoubt,
+        /// A write is entered before it is handed over.
+        Enter,
+        /// A replay is claimed before it is handed over.
+        Claim,
+        /// A key counts only while the server keeps it.
+        Window,
+        /// A key's time passes by the wall clock too.
+        WallClock,
     }
 
     thread_local!(static OFF: Cell<Option<Guard>> = const { Cell::new(None) });

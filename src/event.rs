@@ -17,8 +17,8 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    Attempt, Basis, CallContext, CallError, CallId, Effect, Outcome,
-    call::CallIds,
+    Attempt, Basis, CallContext, CallError, CallId, Effect, Outcome, Progress,
+    call::{CallIds, Trail},
     write_safety::{Fence, VerdictKind},
 };
 
@@ -180,16 +180,29 @@ pub struct LateAnswer {
 
 type Sink = dyn Fn(Event<'_>) + Send + Sync;
 
-/// Where a layer's events go: to the caller's function, if there is one, and to `tracing`.
+/// Where a layer's events go: to the caller's function, if there is one, and to `tracing`. In a call's context it
+/// also holds what else few calls have, so that all the others carry one empty pointer.
 ///
 /// A clone has a reference count of its own, so that calls over clones do not contend for one; `share` is
 /// for what belongs to one call.
 #[derive(Default)]
-pub(crate) struct Events(Option<Arc<Arc<Sink>>>);
+pub(crate) struct Events(Option<Arc<Carried>>);
+
+#[derive(Clone, Default)]
+struct Carried {
+    sink: Option<Arc<Sink>>,
+    trail: Option<Arc<Trail>>,
+    progress: Option<Arc<Progress>>,
+}
 
 impl Events {
     pub(crate) fn to(sink: impl Fn(Event<'_>) + Send + Sync + 'static) -> Self {
-        Self(Some(Arc::new(Arc::new(sink))))
+        Self(Some(Arc::new(Carried { sink: Some(Arc::new(sink)), ..Carried::default() })))
+    }
+
+    /// No sink, and that progress.
+    pub(crate) fn with_progress(progress: Arc<Progress>) -> Self {
+        Self(Some(Arc::new(Carried { progress: Some(progress), ..Carried::default() })))
     }
 
     #[inline]
@@ -197,15 +210,60 @@ impl Events {
         Self(self.0.clone())
     }
 
+    #[inline]
     pub(crate) fn is_set(&self) -> bool {
-        self.0.is_some()
+        self.0.as_ref().is_some_and(|carried| carried.sink.is_some())
+    }
+
+    /// Of the same call.
+    #[inline]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn trail(&self) -> Option<&Arc<Trail>> {
+        self.0.as_ref()?.trail.as_ref()
+    }
+
+    #[inline]
+    pub(crate) fn progress(&self) -> Option<&Arc<Progress>> {
+        self.0.as_ref()?.progress.as_ref()
+    }
+
+    /// Takes over another's sink.
+    #[inline]
+    fn go_to(&mut self, other: &Self) {
+        match &self.0 {
+            None => *self = other.share(),
+            Some(_) => self.change(|carried| carried.sink = other.0.as_ref().and_then(|it| it.sink.clone())),
+        }
+    }
+
+    pub(crate) fn set_trail(&mut self, trail: Arc<Trail>) {
+        self.change(|carried| carried.trail = Some(trail));
+    }
+
+    pub(crate) fn set_progress(&mut self, progress: Arc<Progress>) {
+        self.change(|carried| carried.progress = Some(progress));
+    }
+
+    #[cold]
+    fn change(&mut self, change: impl FnOnce(&mut Carried)) {
+        let mut carried = self.0.as_deref().cloned().unwrap_or_default();
+        change(&mut carried);
+        self.0 = Some(Arc::new(carried));
     }
 
     /// A sink that panics harms nobody: events are also emitted from destructors, where a second panic
     /// would abort, and while others wait to be woken.
     pub(crate) fn emit(&self, event: Event<'_>) {
         let _ = catch_unwind(AssertUnwindSafe(|| trace(event)));
-        if let Some(sink) = &self.0 {
+        if let Some(sink) = self.0.as_ref().and_then(|carried| carried.sink.as_ref()) {
             let _ = catch_unwind(AssertUnwindSafe(|| sink(event)));
         }
     }
@@ -241,7 +299,7 @@ pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Event
     context.entered = true;
     context.identify(ids);
     if events.is_set() {
-        context.events = events.share();
+        context.events.go_to(events);
     }
     true
 }
@@ -267,7 +325,8 @@ impl Report {
 
 impl Clone for Events {
     fn clone(&self) -> Self {
-        Self(self.0.as_deref().map(|sink| Arc::new(Arc::clone(sink))))
+        let sink = self.0.as_ref().and_then(|carried| carried.sink.clone());
+        Self(sink.map(|sink| Arc::new(Carried { sink: Some(sink), ..Carried::default() })))
     }
 }
 

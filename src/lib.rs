@@ -74,6 +74,9 @@
 //! # }
 //! ```
 //!
+//! How to write such a check, what a fence is, and what goes wrong with checks that look right:
+//! [`write_safety::effect_check`].
+//!
 //! # Connections
 //!
 //! - [`mcp`]: MCP servers that are child processes, in both eras of the protocol, with the session restored after
@@ -98,6 +101,8 @@
 //!
 //! The default is none.
 //!
+//! - `ledger-durable`: [`DurableLedger`](write_safety::ledger), which keeps the writes in a file that survives a crash.
+//!   Needs no further crates.
 //! - `backoff`: schedules of the crate `backoff` for [`RetryReadOnly`]. That crate is unmaintained
 //!   (RUSTSEC-2025-0012), so it is offered and never pulled in by itself.
 #![forbid(unsafe_code)]
@@ -133,7 +138,8 @@ pub use reconnect::{Reconnect, ReconnectHandle, ReconnectLayer};
 pub use retry::{Retry, RetryReadOnly, RetryReadOnlyLayer};
 pub use stack::{ConfigError, Stack, StackBuilder};
 pub use write_safety::{
-    EffectCheck, Fence, FenceBasis, InDoubt, Verdict, VerdictKind, WriteSafety, WriteSafetyLayer,
+    EffectCheck, Fence, FenceBasis, InDoubt, KeyedAnswer, KeyedWrites, Resolve, Resolved, Verdict,
+    VerdictKind, WriteSafety, WriteSafetyLayer,
 };
 
 #[cfg(goaround_controls)]

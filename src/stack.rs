@@ -180,6 +180,7 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
 }
 
 /// Gives a call to the layers, which are ready, and counts it.
+#[inline]
 fn hand_over<M, Req, Res>(
     layers: &mut Layers<M, Req, Res>,
     seat: &Arc<StackSeat>,
@@ -219,10 +220,12 @@ where
     type Error = CallError;
     type Future = ResponseFuture<<Layers<M, Req, Res> as Service<Req>>::Future>;
 
+    #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
         self.layers.get_mut().unwrap_or_else(PoisonError::into_inner).poll_ready(cx)
     }
 
+    #[inline]
     fn call(&mut self, request: Req) -> Self::Future {
         let layers = self.layers.get_mut().unwrap_or_else(PoisonError::into_inner);
         hand_over(layers, &self.seat, request)
@@ -282,18 +285,18 @@ enum Kind<F> {
 
 impl<F> ResponseFuture<F> {
     /// The call has ended: a shutdown that waits for that looks again.
+    #[inline]
     fn leave(self: Pin<&mut Self>) {
         let mut this = self.project();
-        let closing = match &*this.kind {
+        match &*this.kind {
             Kind::Call { seat, .. } if seat.shared.closing.load(Ordering::Acquire) => {
-                Some(Arc::clone(&seat.shared))
+                let shared = Arc::clone(&seat.shared);
+                // The seat goes before the word does.
+                this.kind.set(Kind::Done);
+                shared.ended.notify_waiters();
             }
-            _ => None,
-        };
-        // The seat goes before the word does.
-        this.kind.set(Kind::Done);
-        if let Some(shared) = closing {
-            shared.ended.notify_waiters();
+            Kind::Call { .. } | Kind::Refused(_) => this.kind.set(Kind::Done),
+            Kind::Done => {}
         }
     }
 }
@@ -304,6 +307,7 @@ where
 {
     type Output = Result<Res, CallError>;
 
+    #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let result = match self.as_mut().project().kind.project() {
             KindProj::Call { future, .. } => ready!(future.poll(cx)),

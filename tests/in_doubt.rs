@@ -239,7 +239,8 @@ async fn an_answer_reaches_the_caller_whether_or_not_the_ledger_can_record_it() 
         service(&lab, WriteSafetyLayer::refuse().ledger(store.clone())).oneshot(write()).await.unwrap(),
         3
     );
-    assert_eq!(store.state(), State::Open);
+    // It is told once more, without waiting; what it cannot take stays open.
+    assert_eq!(*store.hints.lock().unwrap(), [State::Answered]);
 
     // One that hangs holds it up for 5 s, and not past the deadline.
     for (within, waits) in [(60, 5), (2, 2)] {
@@ -946,4 +947,41 @@ async fn arguments_are_in_the_ledger_only_if_the_caller_keeps_them() {
     let layer = layer.keep_arguments(|request: &Req| Some(format!("to {}", **request)));
     service(&lab, layer).oneshot(to("a")).await.unwrap_err();
     assert_eq!(ledger.in_doubt().await.unwrap()[0].arguments.as_deref(), Some("to a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_doubt_that_the_ledger_could_not_record_keeps_its_key_all_the_same() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let store = Store::new(&lab.log).fails("settle");
+    let service = service(&lab, by_account(WriteSafetyLayer::refuse()).ledger(store.clone()));
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap_err().outcome(), Outcome::Unknown);
+    // The hint has reached the store, which takes it back, as one does that was out of reach.
+    let id = store.entries()[0].id;
+    store.table.lock().unwrap().get_mut(&id).unwrap().state = State::Open;
+    store.table.lock().unwrap().get_mut(&id).unwrap().revision = 1;
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!((refusal(&error).clone(), lab.writes()), (Refusal::KeyInDoubt(id), 1));
+    // Once it works again it is told first, and says the same.
+    store.fails.lock().unwrap().clear();
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!((refusal(&error).clone(), lab.writes()), (Refusal::KeyInDoubt(id), 1));
+    assert!(matches!(store.state(), State::InDoubt { .. }));
+    store.forget(id, "jane").await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h05_a_part_that_was_seen_is_not_forgotten_when_the_attempt_ends_between_two_checks() {
+    let lab = Lab::new();
+    // It ends while the check waits to look again.
+    lab.write(later(SECOND + ms(150), Err(closed())));
+    let asked = Arc::new(AtomicU32::new(0));
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let asked = asked.fetch_add(1, Ordering::Relaxed);
+        async move { Ok(if asked == 0 { doubt.partial() } else { doubt.not_landed_because("gone") }) }
+    });
+    let error = service(&lab, layer.attempt_timeout(SECOND)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    assert!(error.to_string().contains("applied in part"), "{error}");
 }

@@ -16,9 +16,8 @@ use crate::{CallError, Cause, Delivery, Effect, event::Report};
 pub struct ResponseFuture<F> {
     #[pin]
     state: State<F>,
-    /// Made when the inner future is first pending.
-    #[pin]
-    timer: Option<Sleep>,
+    /// Made when the inner future is first pending. In a box, since the future is moved before that.
+    timer: Option<Pin<Box<Sleep>>>,
     until: Until,
     effect: Effect,
     /// Kept by the outermost layer of the call.
@@ -39,6 +38,7 @@ enum State<F> {
 // ===== impl ResponseFuture =====
 
 impl<F> ResponseFuture<F> {
+    #[inline]
     pub(super) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
         Self { state: State::Called(future), timer: None, until, effect, report }
     }
@@ -46,32 +46,16 @@ impl<F> ResponseFuture<F> {
     pub(super) fn past(error: CallError, effect: Effect) -> Self {
         Self { state: State::Past(Some(error)), timer: None, until: Until::default(), effect, report: None }
     }
-}
 
-impl<F, Res> Future for ResponseFuture<F>
-where
-    F: Future<Output = Result<Res, CallError>>,
-{
-    type Output = Result<Res, CallError>;
-
-    #[inline]
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    /// The call has failed; by `None` it is still pending at its deadline.
+    #[cold]
+    #[inline(never)]
+    fn failed(self: Pin<&mut Self>, error: Option<CallError>) -> CallError {
         let mut this = self.project();
-        let future = match this.state.as_mut().project() {
-            StateProj::Called(future) => future,
-            StateProj::Past(error) => {
-                return Poll::Ready(Err(error.take().expect("polled after completion")));
-            }
-            StateProj::Done => panic!("polled after completion"),
-        };
-        let error = match ready!(poll_until(future, this.timer.as_mut(), this.until, cx)) {
-            Some(Ok(response)) => return Poll::Ready(Ok(response)),
-            Some(Err(error)) => error,
-            None => CallError::deadline(Delivery::Ambiguous),
-        };
+        let error = error.unwrap_or_else(|| CallError::deadline(Delivery::Ambiguous));
         // What is pending is given up now, not when somebody gets round to dropping this future.
         this.state.set(State::Done);
-        this.timer.set(None);
+        *this.timer = None;
         let mut error = error.of_call("", *this.effect).with_attempt(None);
         if matches!(error.cause(), Cause::Deadline)
             && let Some(note) = this.until.why_so_early()
@@ -82,46 +66,85 @@ where
         if let Some(report) = this.report {
             report.failed(&error);
         }
-        Poll::Ready(Err(error))
+        error
+    }
+}
+
+impl<F, Res> Future for ResponseFuture<F>
+where
+    F: Future<Output = Result<Res, CallError>>,
+{
+    type Output = Result<Res, CallError>;
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.as_mut().project();
+        let future = match this.state.project() {
+            StateProj::Called(future) => future,
+            StateProj::Past(error) => {
+                return Poll::Ready(Err(error.take().expect("polled after completion")));
+            }
+            StateProj::Done => panic!("polled after completion"),
+        };
+        let ended = match this.timer {
+            None => match future.poll(cx) {
+                Poll::Ready(result) => Some(result),
+                Poll::Pending => ready!(self.as_mut().first_pending(cx)),
+            },
+            Some(timer) => ready!(poll_until(future, timer.as_mut(), this.until, cx)),
+        };
+        match ended {
+            Some(Ok(response)) => Poll::Ready(Ok(response)),
+            Some(Err(error)) => Poll::Ready(Err(self.failed(Some(error)))),
+            None => Poll::Ready(Err(self.failed(None))),
+        }
+    }
+}
+
+impl<F: Future> ResponseFuture<F> {
+    /// The inner future was pending for the first time: the timer is made now.
+    #[inline(never)]
+    fn first_pending(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
+        let this = self.project();
+        let Some(at) = this.until.instant().filter(|_| !off!(Timer)) else { return Poll::Pending };
+        let timer = this.timer.insert(Box::pin(sleep_until(at)));
+        if this.until.poll_timer(timer.as_mut(), cx).is_pending() {
+            return Poll::Pending;
+        }
+        let StateProj::Called(future) = this.state.project() else { return Poll::Ready(None) };
+        once_more(future, cx)
     }
 }
 
 /// Polls `future` until the deadline, and once more then: `None` if it is pending even so.
 fn poll_until<F: Future>(
     mut future: Pin<&mut F>,
-    mut timer: Pin<&mut Option<Sleep>>,
+    timer: Pin<&mut Sleep>,
     until: &Until,
     cx: &mut Context<'_>,
 ) -> Poll<Option<F::Output>> {
     // The timer first, so that the poll after it is the one more, and so that an inner future that always
     // uses up the task's budget cannot starve the timer.
-    if let Some(timer) = timer.as_mut().as_pin_mut() {
-        let fired = until.poll_timer(timer, cx).is_ready();
-        if fired && off!(LastPoll) {
-            return Poll::Ready(None);
-        }
-        if let Poll::Ready(output) = future.as_mut().poll(cx) {
-            return Poll::Ready(Some(output));
-        }
-        if fired {
-            return Poll::Ready(None);
-        }
-        // Of nested layers with the same instant the outer one's timer may fire first, and its one more poll
-        // must find this one ready too.
-        if !until.is_over() {
-            return Poll::Pending;
-        }
-    } else {
-        if let Poll::Ready(output) = future.as_mut().poll(cx) {
-            return Poll::Ready(Some(output));
-        }
-        let Some(at) = until.instant().filter(|_| !off!(Timer)) else { return Poll::Pending };
-        timer.set(Some(sleep_until(at)));
-        if timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
-            return Poll::Pending;
-        }
+    let fired = until.poll_timer(timer, cx).is_ready();
+    if fired && off!(LastPoll) {
+        return Poll::Ready(None);
+    }
+    if let Poll::Ready(output) = future.as_mut().poll(cx) {
+        return Poll::Ready(Some(output));
+    }
+    if fired {
+        return Poll::Ready(None);
+    }
+    // Of nested layers with the same instant the outer one's timer may fire first, and its one more poll
+    // must find this one ready too.
+    if !until.is_over() {
+        return Poll::Pending;
     }
     // The time ran out while the inner future was polled.
+    once_more(future, cx)
+}
+
+fn once_more<F: Future>(future: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
     Poll::Ready(match future.poll(cx) {
         Poll::Ready(output) => Some(output),
         Poll::Pending => None,

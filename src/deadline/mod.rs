@@ -134,7 +134,7 @@ impl<S> DeadlineService<S> {
     fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
         let own = context.deadline();
         if own == Deadline::Never && !context.by_default {
-            return bounded(context).cloned();
+            return bounded(context);
         }
         let now = Instant::now();
         let deadline = match own {
@@ -152,7 +152,7 @@ impl<S> DeadlineService<S> {
         if until.is_past(now) {
             return Err(CallError::deadline(Delivery::NotSent));
         }
-        Ok(until.clone())
+        Ok(until)
     }
 }
 
@@ -165,6 +165,7 @@ where
     type Error = CallError;
     type Future = ResponseFuture<S::Future>;
 
+    #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
         self.inner.poll_ready(cx).map_err(CallError::not_ready)
     }
@@ -183,7 +184,8 @@ where
 
 /// The limits of the call, which must not be an idle limit alone: a server that goes on reporting progress would
 /// hold the call for ever.
-fn bounded(context: &CallContext) -> Result<&Until, CallError> {
+#[inline]
+fn bounded(context: &CallContext) -> Result<Until, CallError> {
     let until = context.until();
     match &until.progress {
         Some(progress) if progress.idle().is_some() && until.deadline.instant().is_none() => {

@@ -241,19 +241,15 @@ pub(crate) struct Until {
 }
 
 impl Until {
-    /// The same for another call, which moves by itself.
-    pub(crate) fn of_another_call(&self) -> Self {
-        let progress = self.progress.as_ref().map(|progress| Arc::new(Progress::clone(progress)));
-        Self { deadline: self.deadline, progress }
-    }
-
     /// Whether there is a limit at all.
+    #[inline]
     pub(crate) fn has_end(&self) -> bool {
         self.deadline.instant().is_some()
             || self.progress.as_ref().is_some_and(|progress| progress.idle.is_some())
     }
 
     /// The deadline as it is now.
+    #[inline]
     pub(crate) fn at(&self, now: Instant) -> Deadline {
         match &self.progress {
             None => self.deadline,
@@ -262,6 +258,7 @@ impl Until {
     }
 
     /// The instant as it is now. Reads the clock only where something moves it.
+    #[inline]
     pub(crate) fn instant(&self) -> Option<Instant> {
         match &self.progress {
             None => self.deadline.instant(),
@@ -270,6 +267,7 @@ impl Until {
     }
 
     /// Whether `now` is at or past it. Once it is, it stays so.
+    #[inline]
     pub(crate) fn is_past(&self, now: Instant) -> bool {
         match &self.progress {
             None => self.deadline.is_past(now),
@@ -278,6 +276,7 @@ impl Until {
     }
 
     /// The same, now. Reads the clock only where there is a limit.
+    #[inline]
     pub(crate) fn is_over(&self) -> bool {
         self.has_end() && self.is_past(Instant::now())
     }
@@ -308,6 +307,7 @@ impl Until {
     }
 
     /// How long the call has stood still so far.
+    #[inline]
     pub(crate) fn stood(&self) -> Duration {
         self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.lock().stood(Instant::now()))
     }

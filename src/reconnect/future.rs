@@ -18,12 +18,13 @@ use super::single_flight::{Local, Shared, Waiter};
 use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
-    call::Trail,
     deadline::Until,
     event::{CallReport, Event, Events},
 };
 
 /// The future of a [`Reconnect`](super::Reconnect) service's call.
+///
+/// Small, since it is moved once by each layer above: what a call needs only before it is sent is in a box.
 #[pin_project(PinnedDrop)]
 pub struct ResponseFuture<M, Req>
 where
@@ -33,24 +34,29 @@ where
     #[pin]
     state: State<M, Req>,
     call: Facts,
-    /// Attempts of this call that this future made and that nothing was sent of.
-    earlier: Vec<Attempt>,
-    polled: bool,
 }
 
 /// What is still needed of the request once it was given away.
 struct Facts {
-    effect: Effect,
-    basis: Basis,
-    until: Until,
+    deadline: Deadline,
     attempt_until: Option<Instant>,
     id: Option<CallId>,
-    outermost: bool,
     events: Events,
-    trail: Option<Arc<Trail>>,
     activity: Option<Arc<Activity>>,
+    rare: Option<Box<Rare>>,
+    effect: Effect,
+    basis: Basis,
+    outermost: bool,
+    polled: bool,
+}
+
+/// What few calls need.
+#[derive(Default)]
+struct Rare {
     /// The method, where it may be wanted: on a connection that has yet to show that it works.
     name: Cow<'static, str>,
+    /// Attempts of this call that this future made and that nothing was sent of.
+    earlier: Vec<Attempt>,
 }
 
 #[pin_project(project = StateProj)]
@@ -65,14 +71,19 @@ where
         future: <M::Response as Service<Req>>::Future,
         local: Arc<Local<M>>,
     },
-    /// Waits for a connection.
-    Waiting { request: Option<Req>, waiter: Waiter<M> },
-    /// Waits for the connection to be ready.
-    Readying { request: Option<Req>, local: Arc<Local<M>>, connection: M::Response },
+    /// On its way to one.
+    Unsent(Box<Unsent<M, Req>>),
     /// Refused at once.
     Refused(Option<CallError>),
     /// Has resolved.
     Done,
+}
+
+enum Unsent<M: Service<()>, Req> {
+    /// Waits for a connection.
+    Waiting { request: Option<Req>, waiter: Waiter<M> },
+    /// Waits for the connection to be ready.
+    Readying { request: Option<Req>, local: Arc<Local<M>>, connection: M::Response },
 }
 
 impl<M, Req> ResponseFuture<M, Req>
@@ -81,6 +92,7 @@ where
     M::Response: Service<Req, Error = CallError>,
     Req: Call,
 {
+    #[inline(always)]
     pub(super) fn sent(
         request: Req,
         effect: Effect,
@@ -93,16 +105,18 @@ where
     {
         let mut call = Facts::of(&request, effect, outermost);
         if !local.generation.has_shown(effect) {
-            call.name = request.name();
+            call.set_name(&request);
         }
         if !call.mark(local) {
             let error = call.unsent(CallError::attempt_timeout(Delivery::NotSent), Some(request));
-            return Self::new(State::Refused(Some(error)), call);
+            return Self { state: State::Refused(Some(error)), call };
         }
-        let future = connection.call(request);
-        Self::new(State::Sent { future, local: Arc::clone(local) }, call)
+        let local = Arc::clone(local);
+        Self { state: State::Sent { future: connection.call(request), local }, call }
     }
 
+    #[cold]
+    #[inline(never)]
     pub(super) fn waiting(
         request: Req,
         effect: Effect,
@@ -111,20 +125,18 @@ where
         found_dead: Option<Attempt>,
     ) -> Self {
         let mut call = Facts::of(&request, effect, outermost);
-        call.name = request.name();
+        call.set_name(&request);
+        call.rare().earlier.extend(found_dead);
         let waiter = Waiter::new(shared);
-        let mut future = Self::new(State::Waiting { request: Some(request), waiter }, call);
-        future.earlier.extend(found_dead);
-        future
+        let unsent = Unsent::Waiting { request: Some(request), waiter };
+        Self { state: State::Unsent(Box::new(unsent)), call }
     }
 
+    #[cold]
+    #[inline(never)]
     pub(super) fn refused(request: &Req, effect: Effect, error: CallError) -> Self {
         let error = error.of_call(request.method(), effect);
-        Self::new(State::Refused(Some(error)), Facts::of(request, effect, false))
-    }
-
-    fn new(state: State<M, Req>, call: Facts) -> Self {
-        Self { state, call, earlier: Vec::new(), polled: false }
+        Self { state: State::Refused(Some(error)), call: Facts::of(request, effect, false) }
     }
 }
 
@@ -137,37 +149,31 @@ where
 {
     type Output = Result<<M::Response as Service<Req>>::Response, CallError>;
 
+    #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let result = ready!(self.as_mut().poll_inner(cx));
-        let mut this = self.project();
-        let (shared, generation) = match &*this.state {
-            State::Sent { local, .. } | State::Readying { local, .. } => {
-                (Some(&local.shared), Some(local.generation.number))
-            }
-            State::Waiting { waiter, .. } => (Some(waiter.shared()), None),
-            State::Refused(_) | State::Done => (None, None),
+        let mut this = self.as_mut().project();
+        let call = this.call;
+        let StateProj::Sent { future, local } = this.state.as_mut().project() else {
+            return self.poll_rest(None, cx);
         };
-        // The count of calls in flight must have gone down when a shutdown is told to look at it.
-        let closing = shared.filter(|shared| shared.is_closing()).map(Arc::clone);
-        this.state.set(State::Done);
-        if let Some(shared) = closing {
-            shared.ended.notify_waiters();
-        }
-        Poll::Ready(match result {
-            Ok(response) => {
-                if !this.earlier.is_empty() || this.call.trail.is_some() {
-                    this.call.succeeded(mem::take(this.earlier), generation);
+        let error = match future.poll(cx) {
+            Poll::Ready(Ok(response)) => {
+                local.generation.note_answer(call.effect, call.name());
+                if call.rare.is_some() || call.events.trail().is_some() || local.shared.is_closing() {
+                    return Poll::Ready(self.resolve(Ok(response)));
                 }
-                Ok(response)
+                this.state.set(State::Done);
+                return Poll::Ready(Ok(response));
             }
-            Err(error) => {
-                let error = error.after_attempts(mem::take(this.earlier));
-                if this.call.outermost {
-                    this.call.events.failed(this.call.id, this.call.basis, &error);
-                }
-                Err(error)
+            Poll::Ready(Err(error)) => error,
+            // The first poll reads no clock.
+            Poll::Pending if !mem::replace(&mut call.polled, true) || !call.until().is_over() => {
+                return Poll::Pending;
             }
-        })
+            // A connection of this crate would have resolved: nobody knows what became of it.
+            Poll::Pending => CallError::deadline(Delivery::Ambiguous),
+        };
+        self.poll_rest(Some(error), cx)
     }
 }
 
@@ -178,45 +184,101 @@ where
     M::Response: Service<Req, Error = CallError> + Clone + 'static,
     Req: Call + Send + 'static,
 {
+    /// Everything but a call that is sent and answered. `ended` is how its attempt has ended just now.
+    #[cold]
+    #[inline(never)]
+    fn poll_rest(
+        mut self: Pin<&mut Self>,
+        ended: Option<CallError>,
+        cx: &mut Context<'_>,
+    ) -> Poll<<Self as Future>::Output> {
+        let result = ready!(self.as_mut().poll_inner(ended, cx));
+        Poll::Ready(self.resolve(result))
+    }
+
+    /// The end of the call.
+    #[cold]
+    #[inline(never)]
+    fn resolve(self: Pin<&mut Self>, result: <Self as Future>::Output) -> <Self as Future>::Output {
+        let mut this = self.project();
+        let (shared, generation) = this.state.whereabouts();
+        // The count of calls in flight must have gone down when a shutdown is told to look at it.
+        let closing = shared.filter(|shared| shared.is_closing()).map(Arc::clone);
+        this.state.set(State::Done);
+        if let Some(shared) = closing {
+            shared.ended.notify_waiters();
+        }
+        let earlier = this.call.take_earlier();
+        match result {
+            Ok(response) => {
+                if !earlier.is_empty() || this.call.events.trail().is_some() {
+                    this.call.succeeded(earlier, generation);
+                }
+                Ok(response)
+            }
+            Err(error) => {
+                let error = error.after_attempts(earlier);
+                if this.call.outermost {
+                    this.call.events.failed(this.call.id, this.call.basis, &error);
+                }
+                Err(error)
+            }
+        }
+    }
+
     fn poll_inner(
         self: Pin<&mut Self>,
+        mut ended: Option<CallError>,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<<M::Response as Service<Req>>::Response, CallError>> {
+    ) -> Poll<<Self as Future>::Output> {
         let mut this = self.project();
         let call = this.call;
         loop {
-            let first = !mem::replace(this.polled, true);
-            match this.state.as_mut().project() {
+            let first = !mem::replace(&mut call.polled, true);
+            let unsent = match this.state.as_mut().project() {
                 StateProj::Sent { future, local } => {
-                    let error = match future.poll(cx) {
-                        Poll::Ready(Ok(response)) => {
-                            local.generation.note_answer(call.effect, &call.name);
-                            return Poll::Ready(Ok(response));
-                        }
-                        Poll::Ready(Err(error)) => error,
-                        // A connection of this crate would have resolved: nobody knows what became of it.
-                        Poll::Pending if call.is_late(first) => CallError::deadline(Delivery::Ambiguous),
-                        Poll::Pending => return Poll::Pending,
+                    let error = match ended.take() {
+                        Some(error) => error,
+                        None => match future.poll(cx) {
+                            Poll::Ready(Ok(response)) => {
+                                local.generation.note_answer(call.effect, call.name());
+                                return Poll::Ready(Ok(response));
+                            }
+                            Poll::Ready(Err(error)) => error,
+                            Poll::Pending if !first && call.until().is_over() => {
+                                CallError::deadline(Delivery::Ambiguous)
+                            }
+                            Poll::Pending => return Poll::Pending,
+                        },
                     };
                     let mut error = call.ended(error, local);
                     let again = error.rule(call.effect, false) == Rule::HandOver
-                        && this.earlier.is_empty()
+                        && call.is_first_hand_over()
                         && !matches!(error.cause(), Cause::AttemptTimeout)
                         && !call.is_over();
                     let Some(request) = again.then(|| error.take_request::<Req>()).flatten() else {
                         return Poll::Ready(Err(error));
                     };
-                    *this.earlier = error.take_attempts();
-                    call.name = request.name();
+                    call.set_name(&request);
+                    call.rare().earlier = error.take_attempts();
                     let waiter = Waiter::new(Arc::clone(&local.shared));
-                    this.state.set(State::Waiting { request: Some(request), waiter });
+                    let unsent = Unsent::Waiting { request: Some(request), waiter };
+                    this.state.set(State::Unsent(Box::new(unsent)));
+                    continue;
                 }
-                StateProj::Waiting { request, waiter } => {
+                StateProj::Unsent(unsent) => unsent,
+                StateProj::Refused(error) => {
+                    return error.take().map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
+                }
+                StateProj::Done => return Poll::Pending,
+            };
+            match &mut **unsent {
+                Unsent::Waiting { request, waiter } => {
                     let shared = Arc::clone(waiter.shared());
                     match shared.poll_connected(waiter, call.waits_until(), cx) {
                         Poll::Ready(Ok((local, connection))) => {
                             let request = request.take();
-                            this.state.set(State::Readying { request, local, connection });
+                            **unsent = Unsent::Readying { request, local, connection };
                         }
                         Poll::Ready(Err(error)) => {
                             return Poll::Ready(Err(call.unsent(error, request.take())));
@@ -226,11 +288,11 @@ where
                         }
                     }
                 }
-                StateProj::Readying { request, local, connection } => match connection.poll_ready(cx) {
+                Unsent::Readying { request, local, connection } => match connection.poll_ready(cx) {
                     Poll::Ready(Ok(())) => {
                         let Some(request) = request.take() else { return Poll::Pending };
                         if call.is_over() {
-                            let error = if call.until.is_past(Instant::now()) {
+                            let error = if call.until().is_past(Instant::now()) {
                                 CallError::deadline(Delivery::NotSent)
                             } else {
                                 CallError::attempt_timeout(Delivery::NotSent)
@@ -247,24 +309,39 @@ where
                     }
                     Poll::Ready(Err(error)) => {
                         let mut error = call.ended(CallError::not_ready(error).connection_lost(), local);
-                        if !this.earlier.is_empty() || call.is_over() {
+                        if !call.is_first_hand_over() || call.is_over() {
                             return Poll::Ready(Err(call.unsent(error, request.take())));
                         }
-                        *this.earlier = error.take_attempts();
+                        call.rare().earlier = error.take_attempts();
                         let waiter = Waiter::new(Arc::clone(&local.shared));
                         let request = request.take();
-                        this.state.set(State::Waiting { request, waiter });
+                        **unsent = Unsent::Waiting { request, waiter };
                     }
                     Poll::Pending => {
                         return call.give_up_waiting(first, request, None);
                     }
                 },
-                StateProj::Refused(error) => {
-                    return error.take().map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
-                }
-                StateProj::Done => return Poll::Pending,
             }
         }
+    }
+}
+
+impl<M, Req> State<M, Req>
+where
+    M: Service<()>,
+    M::Response: Service<Req>,
+{
+    /// The service that the call is on, and the number of its connection.
+    fn whereabouts(&self) -> (Option<&Arc<Shared<M>>>, Option<u64>) {
+        let local = match self {
+            State::Sent { local, .. } => local,
+            State::Unsent(unsent) => match &**unsent {
+                Unsent::Readying { local, .. } => local,
+                Unsent::Waiting { waiter, .. } => return (Some(waiter.shared()), None),
+            },
+            State::Refused(_) | State::Done => return (None, None),
+        };
+        (Some(&local.shared), Some(local.generation.number))
     }
 }
 
@@ -276,17 +353,19 @@ where
 {
     fn drop(self: Pin<&mut Self>) {
         let mut this = self.project();
-        if let State::Waiting { request: Some(_), .. } | State::Readying { request: Some(_), .. } =
-            &*this.state
+        if let State::Unsent(unsent) = &*this.state
+            && let Unsent::Waiting { request: Some(_), .. } | Unsent::Readying { request: Some(_), .. } =
+                &**unsent
             && let Some(activity) = &this.call.activity
         {
             // It was never given to a connection: who dropped a write must not believe it in doubt.
             activity.withdrawn();
         }
-        if let State::Sent { local, .. } | State::Readying { local, .. } = &*this.state
-            && local.shared.is_closing()
+        // One that waits is not counted.
+        if let (Some(shared), Some(_)) = this.state.whereabouts()
+            && shared.is_closing()
         {
-            let shared = Arc::clone(&local.shared);
+            let shared = Arc::clone(shared);
             this.state.set(State::Done);
             shared.ended.notify_waiters();
         }
@@ -306,20 +385,48 @@ where
 // ===== impl Facts =====
 
 impl Facts {
+    #[inline]
     fn of<Req: Call>(request: &Req, effect: Effect, outermost: bool) -> Self {
         let context = request.context();
         Self {
-            effect,
-            basis: context.basis(),
-            until: context.until().clone(),
+            deadline: context.deadline(),
             attempt_until: context.attempt_until().filter(|_| !off!(AttemptTime)),
             id: context.id(),
-            outermost,
             events: context.events.share(),
-            trail: context.trail.clone(),
             activity: context.activity().cloned(),
-            name: Cow::Borrowed(""),
+            rare: None,
+            effect,
+            basis: context.basis(),
+            outermost,
+            polled: false,
         }
+    }
+
+    #[inline]
+    fn until(&self) -> Until {
+        Until { deadline: self.deadline, progress: self.events.progress().cloned() }
+    }
+
+    fn rare(&mut self) -> &mut Rare {
+        self.rare.get_or_insert_default()
+    }
+
+    #[cold]
+    fn set_name<Req: Call>(&mut self, request: &Req) {
+        self.rare().name = request.name();
+    }
+
+    fn name(&self) -> &str {
+        self.rare.as_ref().map_or("", |rare| &rare.name)
+    }
+
+    /// Whether the call has not been handed over before.
+    fn is_first_hand_over(&self) -> bool {
+        self.rare.as_ref().is_none_or(|rare| rare.earlier.is_empty())
+    }
+
+    fn take_earlier(&mut self) -> Vec<Attempt> {
+        self.rare.as_mut().map(|rare| mem::take(&mut rare.earlier)).unwrap_or_default()
     }
 
     /// Notes, for who wants to know, on what connection the call is; `false` if it must not be sent, since
@@ -329,23 +436,18 @@ impl Facts {
         self.activity.as_ref().is_none_or(|activity| activity.on_generation(number, began))
     }
 
-    /// Whether the deadline has passed. The first poll reads no clock.
-    fn is_late(&self, first: bool) -> bool {
-        !first && self.until.is_over()
-    }
-
     /// Until when a hand-over may happen.
     fn waits_until(&self) -> Deadline {
-        match (self.until.instant(), self.attempt_until) {
+        match (self.until().instant(), self.attempt_until) {
             (Some(deadline), Some(until)) => Deadline::At(deadline.min(until)),
             (Some(at), None) | (None, Some(at)) => Deadline::At(at),
-            (None, None) => self.until.deadline,
+            (None, None) => self.deadline,
         }
     }
 
     /// Whether nothing may be handed over any more.
     fn is_over(&self) -> bool {
-        self.until.is_over() || self.attempt_until.is_some_and(|until| Instant::now() >= until)
+        self.until().is_over() || self.attempt_until.is_some_and(|until| Instant::now() >= until)
     }
 
     /// Ends a wait, and returns the request, if its time is up.
@@ -358,7 +460,7 @@ impl Facts {
         if first || !self.is_over() {
             return Poll::Pending;
         }
-        let error = if self.until.is_past(Instant::now()) {
+        let error = if self.until().is_past(Instant::now()) {
             CallError::deadline(Delivery::NotSent)
         } else {
             CallError::attempt_timeout(Delivery::NotSent)
@@ -383,7 +485,7 @@ impl Facts {
         M::Error: Into<BoxError>,
     {
         let generation = &local.generation;
-        let mut error = error.of_call(&self.name, self.effect).judged_by(self.basis);
+        let mut error = error.of_call(self.name(), self.effect).judged_by(self.basis);
         if error.delivery() == Delivery::Answered {
             generation.note_error(error.method());
         } else if error.scope() == Scope::Connection {
@@ -403,7 +505,7 @@ impl Facts {
     /// A call that was handed over a second time was answered. Whoever replays it above reports it; else
     /// only this layer knows.
     fn succeeded(&self, mut attempts: Vec<Attempt>, generation: Option<u64>) {
-        match &self.trail {
+        match self.events.trail() {
             Some(trail) => {
                 trail.extend(attempts);
                 if let Some(generation) = generation {
@@ -414,7 +516,7 @@ impl Facts {
                 attempts.push(Attempt::answered(generation));
                 self.events.emit(Event::Call(&CallReport {
                     call: self.id,
-                    method: self.name.clone().into_owned(),
+                    method: self.name().to_owned(),
                     effect: self.effect,
                     basis: self.basis,
                     attempts,

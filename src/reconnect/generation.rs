@@ -61,6 +61,7 @@ impl Generation {
     }
 
     /// A call with that effect succeeded.
+    #[inline]
     pub(super) fn note_answer(&self, effect: Effect, method: &str) {
         // One relaxed load is all that a call pays once the connection has shown what it can.
         if !self.has_shown(effect) {
@@ -76,6 +77,7 @@ impl Generation {
     }
 
     /// Whether a success of a call with that effect would show nothing new.
+    #[inline]
     pub(super) fn has_shown(&self, effect: Effect) -> bool {
         let shows = shown_by(effect);
         self.shown.load(Ordering::Relaxed) & shows == shows
@@ -107,6 +109,7 @@ impl Generation {
     }
 }
 
+#[inline]
 fn shown_by(effect: Effect) -> u8 {
     if effect.is_write() { ANSWERED } else { ANSWERED | PROVED }
 }

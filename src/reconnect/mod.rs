@@ -120,6 +120,7 @@ where
     type Future = ResponseFuture<M, Req>;
 
     /// Always ready: a call waits for its connection where its deadline counts.
+    #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
         if let Some(link) = self.link() {
             match link.connection.poll_ready(cx) {
@@ -139,6 +140,7 @@ where
         Poll::Ready(Ok(()))
     }
 
+    #[inline(always)]
     fn call(&mut self, mut request: Req) -> Self::Future {
         let effect = effect_of(&request);
         let outermost = event::enter(request.context_mut(), &mut self.ids, &self.events);

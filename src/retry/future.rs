@@ -16,11 +16,13 @@ use tower::Service;
 use super::{Handle, backoff::Waits, bound};
 use crate::{
     Attempt, Call, CallError, Delivery, Effect, Rule, Scope,
-    call::{Trail, replica},
+    call::replica,
     event::{CallReport, Event, Report},
 };
 
 /// Future of [`Retry`](super::Retry).
+///
+/// Small, since it is moved once by each layer above: what only a call that fails needs is in boxes.
 #[pin_project]
 pub struct ResponseFuture<S, Req>
 where
@@ -29,15 +31,12 @@ where
     #[pin]
     state: State<S, S::Future>,
     kind: Kind<S, Req>,
-    /// The attempt's timeout and the wait between attempts, which are never needed together.
-    #[pin]
-    timer: Option<Sleep>,
+    /// The current attempt's time, where that ends before the deadline; or the wait between attempts.
+    timer: Option<Pin<Box<Sleep>>>,
     /// Until when the current attempt is waited for.
     until: Option<Instant>,
-    /// How long the call had stood still when that attempt began.
-    stood: Duration,
-    /// Whether `timer` runs for `until`.
-    armed: bool,
+    /// How long the call had stood still when that attempt began; `None` if it had not.
+    stood: Option<Box<Duration>>,
     /// Whether the current attempt has been polled.
     polled: bool,
 }
@@ -49,7 +48,7 @@ enum State<S, F> {
     /// The wait before another attempt.
     Waiting,
     /// Another attempt, as soon as this service is ready for it.
-    Readying(S),
+    Readying(Box<S>),
     /// The options are wrong.
     Refused(Option<CallError>),
     /// Nothing is left.
@@ -101,10 +100,12 @@ where
         Self::new(State::Refused(Some(error)), kind, None)
     }
 
+    #[inline]
     pub(super) fn once(future: S::Future, effect: Effect, report: Option<Report>) -> Self {
         Self::new(State::Attempt(future), Kind::Once { effect, report }, None)
     }
 
+    #[inline(always)]
     pub(super) fn read(
         future: S::Future,
         handle: Arc<Handle<S>>,
@@ -115,13 +116,19 @@ where
     where
         Req: Call,
     {
-        let stood = if until.is_some() { kept.context().until().stood() } else { Duration::ZERO };
-        let read = Read { handle, kept, outermost, progress: None };
-        Self { stood, ..Self::new(State::Attempt(future), Kind::Read(read), until) }
+        Self {
+            state: State::Attempt(future),
+            timer: None,
+            until,
+            stood: until.and_then(|_| stood(&kept)),
+            polled: false,
+            kind: Kind::Read(Read { handle, kept, outermost, progress: None }),
+        }
     }
 
+    #[inline]
     fn new(state: State<S, S::Future>, kind: Kind<S, Req>, until: Option<Instant>) -> Self {
-        Self { state, kind, timer: None, until, stood: Duration::ZERO, armed: false, polled: false }
+        Self { state, kind, timer: None, until, stood: None, polled: false }
     }
 }
 
@@ -133,26 +140,72 @@ where
     type Output = Result<S::Response, CallError>;
 
     #[inline]
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.as_mut().project();
+        let StateProj::Attempt(future) = this.state.project() else { return self.poll_rest(None, cx) };
+        let read = match this.kind {
+            Kind::Read(read) => read,
+            Kind::Once { effect, report } => {
+                return future.poll(cx).map_err(|error| once_failed(error, *effect, report.as_ref()));
+            }
+        };
+        if this.timer.is_some() {
+            return self.poll_rest(None, cx);
+        }
+        let polled = future.poll(cx);
+        match &polled {
+            Poll::Ready(Ok(_)) => {
+                read.succeeded();
+                return polled;
+            }
+            // The first poll of an attempt without a time of its own looks at nothing else.
+            Poll::Pending if !*this.polled && this.until.is_none() && read.progress.is_none() => {
+                *this.polled = true;
+                return Poll::Pending;
+            }
+            Poll::Pending | Poll::Ready(Err(_)) => {}
+        }
+        self.poll_rest(Some(polled), cx)
+    }
+}
+
+impl<S, Req> ResponseFuture<S, Req>
+where
+    S: Service<Req, Error = CallError> + Clone,
+    Req: Call,
+{
+    /// Everything but an attempt that succeeds or is pending for the first time. `polled` is what the attempt
+    /// said just now, if it was asked.
+    #[cold]
+    #[inline(never)]
+    fn poll_rest(
+        self: Pin<&mut Self>,
+        mut polled: Option<Poll<<Self as Future>::Output>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<<Self as Future>::Output> {
         let mut this = self.project();
         // What has run out during this poll, so that the inner future is polled for the last time.
         let mut over = None;
         loop {
             let read = match this.kind {
                 Kind::Read(read) => read,
-                Kind::Once { effect, report } => return poll_once(this.state, *effect, report.as_ref(), cx),
+                Kind::Once { .. } => {
+                    let StateProj::Refused(error) = this.state.project() else {
+                        panic!("polled after completion")
+                    };
+                    return Poll::Ready(Err(error.take().expect("polled after completion")));
+                }
             };
             let error = match this.state.as_mut().project() {
                 StateProj::Attempt(future) => {
                     // The timer first, so that the poll after it is the one more.
-                    if *this.armed
-                        && over.is_none()
-                        && let Some(until) = *this.until
-                        && read.poll_attempt(this.timer.as_mut(), until, *this.stood, cx).is_ready()
+                    if over.is_none()
+                        && let (Some(timer), Some(until)) = (this.timer.as_mut(), *this.until)
+                        && read.poll_attempt(timer.as_mut(), until, this.stood, cx).is_ready()
                     {
                         over = Some(Over::Attempt);
                     }
-                    match (future.poll(cx), over.take()) {
+                    match (polled.take().unwrap_or_else(|| future.poll(cx)), over.take()) {
                         (Poll::Ready(Ok(response)), _) => {
                             read.succeeded();
                             return Poll::Ready(Ok(response));
@@ -170,11 +223,9 @@ where
                             let first = !mem::replace(this.polled, true) && read.progress.is_none();
                             if !first && read.is_past() {
                                 over = Some(Over::Deadline);
-                            } else if let Some(until) = this.until.filter(|_| !*this.armed) {
-                                *this.armed = true;
-                                set_timer(this.timer.as_mut(), until);
-                                let timer = this.timer.as_mut();
-                                if read.poll_attempt(timer, until, *this.stood, cx).is_pending() {
+                            } else if let (Some(until), None) = (*this.until, this.timer.as_ref()) {
+                                let timer = this.timer.insert(Box::pin(sleep_until(until)));
+                                if read.poll_attempt(timer.as_mut(), until, this.stood, cx).is_pending() {
                                     return Poll::Pending;
                                 }
                                 over = Some(Over::Attempt);
@@ -186,8 +237,9 @@ where
                     }
                 }
                 StateProj::Waiting => {
-                    if poll_timer(this.timer.as_mut(), cx).is_ready() {
-                        this.state.set(State::Readying(read.handle.service()));
+                    if this.timer.as_mut().is_some_and(|timer| timer.as_mut().poll(cx).is_ready()) {
+                        *this.timer = None;
+                        this.state.set(State::Readying(Box::new(read.handle.service())));
                         continue;
                     }
                     if read.is_past() {
@@ -212,27 +264,26 @@ where
                             let mut request = read.begins().expect("made at the decision");
                             let limit = read.handle.options.attempt_timeout;
                             *this.until = limit.and_then(|limit| bound(request.context_mut(), limit));
-                            *this.stood = read.kept.context().until().stood();
-                            (*this.armed, *this.polled) = (false, false);
+                            *this.stood = this.until.and_then(|_| stood(&read.kept));
+                            *this.polled = false;
                             let future = service.call(request);
                             this.state.set(State::Attempt(future));
                             continue;
                         }
                     }
                 }
-                StateProj::Refused(error) => {
-                    return Poll::Ready(Err(error.take().expect("polled after completion")));
-                }
-                StateProj::Done => panic!("polled after completion"),
+                StateProj::Refused(_) | StateProj::Done => panic!("polled after completion"),
             };
 
+            // Of the attempt that has ended.
+            *this.timer = None;
             match read.decide(error) {
                 Ok(None) => {
-                    let service = read.handle.service();
+                    let service = Box::new(read.handle.service());
                     this.state.set(State::Readying(service));
                 }
                 Ok(Some(until)) => {
-                    set_timer(this.timer.as_mut(), until);
+                    *this.timer = Some(Box::pin(sleep_until(until)));
                     this.state.set(State::Waiting);
                 }
                 Err(error) => {
@@ -251,37 +302,20 @@ enum Over {
     Deadline,
 }
 
-fn poll_once<S, F, Res>(
-    state: Pin<&mut State<S, F>>,
-    effect: Effect,
-    report: Option<&Report>,
-    cx: &mut Context<'_>,
-) -> Poll<Result<Res, CallError>>
-where
-    F: Future<Output = Result<Res, CallError>>,
-{
-    match state.project() {
-        StateProj::Attempt(future) => future.poll(cx).map_err(|error| {
-            let error = error.of_call("", effect).with_attempt(None);
-            if let Some(report) = report {
-                report.failed(&error);
-            }
-            error
-        }),
-        StateProj::Refused(error) => Poll::Ready(Err(error.take().expect("polled after completion"))),
-        StateProj::Waiting | StateProj::Readying(_) | StateProj::Done => panic!("polled after completion"),
-    }
+/// How long the call has stood still.
+#[inline]
+fn stood<Req: Call>(call: &Req) -> Option<Box<Duration>> {
+    call.context().progress()?;
+    Some(Box::new(call.context().until().stood()))
 }
 
-fn set_timer(mut timer: Pin<&mut Option<Sleep>>, until: Instant) {
-    match timer.as_mut().as_pin_mut() {
-        Some(timer) => timer.reset(until),
-        None => timer.set(Some(sleep_until(until))),
+#[cold]
+fn once_failed(error: CallError, effect: Effect, report: Option<&Report>) -> CallError {
+    let error = error.of_call("", effect).with_attempt(None);
+    if let Some(report) = report {
+        report.failed(&error);
     }
-}
-
-fn poll_timer(timer: Pin<&mut Option<Sleep>>, cx: &mut Context<'_>) -> Poll<()> {
-    timer.as_pin_mut().map_or(Poll::Pending, |timer| timer.poll(cx))
+    error
 }
 
 // ===== impl Read =====
@@ -295,12 +329,12 @@ impl<S, Req: Call> Read<S, Req> {
     /// Ready once the attempt has taken long enough.
     fn poll_attempt(
         &self,
-        timer: Pin<&mut Option<Sleep>>,
+        timer: Pin<&mut Sleep>,
         until: Instant,
-        stood: Duration,
+        stood: &Option<Box<Duration>>,
         cx: &mut Context<'_>,
     ) -> Poll<()> {
-        let Some(timer) = timer.as_pin_mut() else { return Poll::Pending };
+        let stood = stood.as_deref().copied().unwrap_or_default();
         self.kept.context().until().poll_attempt(timer, until, stood, cx)
     }
 
@@ -379,8 +413,8 @@ impl<S, Req: Call> Read<S, Req> {
         let Some(until) = until else {
             return Err(Some("no time for another attempt before the deadline".into()));
         };
-        if kept.context().trail.is_none() {
-            kept.context_mut().trail = Some(Arc::new(Trail::default()));
+        if kept.context().trail().is_none() {
+            kept.context_mut().set_trail(Arc::default());
             progress.owns_trail = true;
         }
         let Some(next) = replica(kept) else {
@@ -449,23 +483,30 @@ impl<S, Req: Call> Read<S, Req> {
     }
 
     /// Pays the budget back, and reports a success that took more than one attempt.
+    #[inline]
     fn succeeded(&mut self) {
         if let Some(budget) = &self.handle.options.budget {
             budget.deposit();
         }
-        let Some(progress) = self.progress.take() else { return };
-        let Progress { mut earlier, notes, waited, owns_trail, .. } = *progress;
+        if let Some(progress) = self.progress.take() {
+            self.succeeded_at_last(*progress);
+        }
+    }
+
+    #[cold]
+    fn succeeded_at_last(&mut self, progress: Progress<Req>) {
+        let Progress { mut earlier, notes, waited, owns_trail, .. } = progress;
         let context = self.kept.context();
-        let mut own = context.trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
+        let mut own = context.trail().map(|trail| trail.take()).unwrap_or_default();
         if owns_trail {
-            own.push(context.trail.as_ref().map_or_else(|| Attempt::answered(None), |trail| trail.answer()));
+            own.push(context.trail().map_or_else(|| Attempt::answered(None), |trail| trail.answer()));
         }
         if let Some(first) = own.first_mut() {
             first.waited += waited;
         }
         earlier.append(&mut own);
         if !owns_trail {
-            if let Some(trail) = &context.trail {
+            if let Some(trail) = context.trail() {
                 trail.extend(earlier);
             }
             return;
@@ -632,7 +673,7 @@ mod tests {
                 0 => Err(CallError::ambiguous("reset")),
                 _ => {
                     // As a reconnect that handed the call over twice.
-                    let trail = call.context().trail.as_ref().unwrap();
+                    let trail = call.context().trail().unwrap();
                     trail.extend([Attempt::of(&CallError::not_sent("x").connection_lost(), Some(4))]);
                     Ok(1)
                 }

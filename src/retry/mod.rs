@@ -117,6 +117,14 @@ impl<S> Retry<S> {
     }
 }
 
+impl<S: Clone> Retry<S> {
+    #[cold]
+    fn new_handle(&mut self) -> Arc<Handle<S>> {
+        let handle = Handle { options: self.options.clone(), spare: Mutex::new(self.inner.clone()) };
+        Arc::clone(self.handle.insert(Arc::new(handle)))
+    }
+}
+
 impl<S, Req> Service<Req> for Retry<S>
 where
     S: Service<Req, Error = CallError> + Clone,
@@ -126,11 +134,12 @@ where
     type Error = CallError;
     type Future = ResponseFuture<S, Req>;
 
+    #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
         self.inner.poll_ready(cx).map_err(CallError::not_ready)
     }
 
-    #[inline]
+    #[inline(always)]
     fn call(&mut self, mut request: Req) -> Self::Future {
         let outermost = event::enter(request.context_mut(), &mut self.ids, &self.options.events);
         let effect = effect_of(&request);
@@ -143,10 +152,10 @@ where
             let report = outermost.then(|| Report::of(request.context()));
             return ResponseFuture::once(self.inner.call(request), effect, report);
         };
-        let handle = self.handle.get_or_insert_with(|| {
-            Arc::new(Handle { options: self.options.clone(), spare: Mutex::new(self.inner.clone()) })
-        });
-        let handle = Arc::clone(handle);
+        let handle = match &self.handle {
+            Some(handle) => Arc::clone(handle),
+            None => self.new_handle(),
+        };
         let until = handle.options.attempt_timeout.and_then(|limit| bound(request.context_mut(), limit));
         ResponseFuture::read(self.inner.call(request), handle, kept, until, outermost)
     }

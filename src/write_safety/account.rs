@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     FirstSent, Shared, WallClock,
-    conflicts::Hold,
+    conflicts::{Hold, Unrecorded},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
 use crate::{CallError, Effect, connection::BoxFuture, deadline::Until};
@@ -61,7 +61,26 @@ impl Account {
     /// Begins to enter it.
     pub(super) fn enter(&mut self, method: &str, effect: Effect, hold: Option<&Hold>) {
         let entry = self.entry(method, effect, hold);
-        self.step = self.other.clone().map(|ledger| ledger.enter(entry));
+        let Some(ledger) = self.other.clone() else { return };
+        let unrecorded = hold.map(Hold::unrecorded).unwrap_or_default();
+        if unrecorded.is_empty() {
+            self.step = Some(ledger.enter(entry));
+            return;
+        }
+        let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
+        self.step = Some(Box::pin(async move {
+            for Unrecorded { id, method, revision, state } in unrecorded {
+                match Arc::clone(&ledger).settle(id, revision, state).await {
+                    Ok(_) | Err(LedgerError::Conflict(_)) => {
+                        if let Some((conflicts, key)) = &known {
+                            conflicts.recorded(key, id);
+                        }
+                    }
+                    Err(_) => return Err(LedgerError::KeyInDoubt { id, method }),
+                }
+            }
+            ledger.enter(entry).await
+        }));
     }
 
     /// Begins to claim its replay.
@@ -129,19 +148,29 @@ impl Account {
         step: BoxFuture<Result<u64, LedgerError>>,
         state: State,
         result: Result<Res, CallError>,
+        method: String,
         hold: Option<Hold>,
         until: Until,
     ) -> Closing<Res> {
         let step = Box::pin(async move {
-            if !matches!(
-                tokio::time::timeout(PATIENCE, step).await,
-                Ok(Ok(_) | Err(LedgerError::Conflict(_)))
-            ) {
+            let recorded = tokio::time::timeout(PATIENCE, step).await;
+            let recorded = matches!(recorded, Ok(Ok(_) | Err(LedgerError::Conflict(_))));
+            if !recorded {
                 tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
             }
+            recorded
         });
-        let ledger = self.other.clone();
-        Closing { result: Some(result), step, ledger, id: self.id, state: Some(state), until, _hold: hold }
+        Closing {
+            result: Some(result),
+            step,
+            ledger: self.other.clone(),
+            id: self.id,
+            revision: self.revision.unwrap_or_default(),
+            method,
+            state: Some(state),
+            until,
+            hold,
+        }
     }
 }
 
@@ -149,22 +178,25 @@ impl Account {
 /// case.
 pub(super) struct Closing<Res> {
     result: Option<Result<Res, CallError>>,
-    step: BoxFuture<()>,
+    /// Says whether it is recorded.
+    step: BoxFuture<bool>,
     ledger: Option<Arc<dyn DynLedger>>,
     id: EntryId,
+    revision: u64,
+    method: String,
     /// Until it is recorded.
     state: Option<State>,
     until: Until,
     /// Its key is free only then.
-    _hold: Option<Hold>,
+    hold: Option<Hold>,
 }
 
 impl<Res> Closing<Res> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
-        if self.step.as_mut().poll(cx).is_ready() {
-            self.state = None;
-        } else if !self.until.is_over() {
-            return Poll::Pending;
+        match self.step.as_mut().poll(cx) {
+            Poll::Ready(true) => self.state = None,
+            Poll::Pending if !self.until.is_over() => return Poll::Pending,
+            _ => {}
         }
         self.result.take().map_or(Poll::Pending, Poll::Ready)
     }
@@ -172,7 +204,11 @@ impl<Res> Closing<Res> {
 
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
-        if let (Some(ledger), Some(state)) = (&self.ledger, self.state.take()) {
+        let Some(state) = self.state.take() else { return };
+        if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
+            hold.leave(std::mem::take(&mut self.method), self.revision, state.clone());
+        }
+        if let Some(ledger) = &self.ledger {
             ledger.abandon(self.id, state);
         }
     }

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use super::ledger::EntryId;
+use super::ledger::{EntryId, State};
 
 /// The order of a service's writes, over all of its clones.
 ///
@@ -31,6 +31,18 @@ struct Key {
     calls: usize,
     /// The call that is in doubt, and its method.
     doubt: Option<(EntryId, String)>,
+    /// Doubts that the ledger has not recorded.
+    unrecorded: Vec<Unrecorded>,
+}
+
+/// A doubt that stayed when its call was over, and that the ledger could not record. Without it the ledger would
+/// let later writes with that key in.
+#[derive(Clone, Debug)]
+pub(super) struct Unrecorded {
+    pub(super) id: EntryId,
+    pub(super) method: String,
+    pub(super) revision: u64,
+    pub(super) state: State,
 }
 
 impl Conflicts {
@@ -44,6 +56,13 @@ impl Conflicts {
         state.calls += 1;
         drop(keys);
         Ok(Hold { of: Arc::clone(self), id, key, writes: 0, keyless: 0 })
+    }
+
+    /// The ledger has recorded that doubt, or somebody else has settled it.
+    pub(super) fn recorded(&self, key: &str, id: EntryId) {
+        if let Some(state) = self.lock().get_mut(key) {
+            state.unrecorded.retain(|doubt| doubt.id != id);
+        }
     }
 
     /// Counts a write without a key that is handed over; its number among all.
@@ -87,6 +106,22 @@ pub(super) struct Hold {
 impl Hold {
     pub(super) fn key(&self) -> &Arc<str> {
         &self.key
+    }
+
+    pub(super) fn conflicts(&self) -> &Arc<Conflicts> {
+        &self.of
+    }
+
+    /// Its doubt stays, and the ledger could not record it.
+    pub(super) fn leave(&self, method: String, revision: u64, doubt: State) {
+        let mut keys = self.of.lock();
+        let state = keys.entry(Arc::clone(&self.key)).or_default();
+        state.unrecorded.push(Unrecorded { id: self.id, method, revision, state: doubt });
+    }
+
+    /// The doubts with its key that the ledger has yet to record before it is asked about this one.
+    pub(super) fn unrecorded(&self) -> Vec<Unrecorded> {
+        self.of.lock().get(&self.key).map(|state| state.unrecorded.clone()).unwrap_or_default()
     }
 
     /// It is handed over.
@@ -140,7 +175,7 @@ impl Drop for Hold {
         let mut keys = self.of.lock();
         if let Some(state) = keys.get_mut(&self.key) {
             state.calls -= 1;
-            if state.calls == 0 {
+            if state.calls == 0 && state.unrecorded.is_empty() {
                 keys.remove(&self.key);
             }
         }

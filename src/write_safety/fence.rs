@@ -86,6 +86,14 @@ impl Fence {
         self.basis
     }
 
+    /// For how long the server keeps the key, if that is the fence.
+    pub(super) const fn window(&self) -> Option<Duration> {
+        match self.kind {
+            Kind::Deduplicated { window } => Some(window),
+            _ => None,
+        }
+    }
+
     /// Whether the caller's check named it, so that it need not have held before the check began.
     pub(super) const fn is_of_the_check(&self) -> bool {
         !matches!(self.kind, Kind::ProcessGone | Kind::Quarantine { .. })

@@ -134,6 +134,8 @@ struct Doubt<Res> {
     error: Option<CallError>,
     settling: Option<BoxFuture<Verdict<Res>>>,
     checking: Arc<AtomicBool>,
+    /// Whether a check has found the write applied in part.
+    partial: Arc<AtomicBool>,
     /// Whether the attempt ended while a check was under way, so that another may find a fence.
     again: bool,
     verdict: Option<VerdictKind>,
@@ -406,7 +408,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -473,7 +475,7 @@ where
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             // One replay in all. One more check may run, for the report only.
             return match rule {
                 Rule::Check => self.in_doubt(error),
@@ -663,7 +665,7 @@ where
 
     fn set_out(&mut self, mut request: Req, errand: Errand, wait: Option<Duration>) {
         let trail = Arc::clone(self.trail.get_or_insert_default());
-        request.context_mut().trail = Some(trail);
+        request.context_mut().set_trail(trail);
         self.way = Some(Box::new(Way {
             service: self.parts.lane.spare(),
             request,
@@ -706,7 +708,11 @@ where
             self.parts.account.claim();
         }
         // The ledger comes last, so that what it grants is used at once.
-        let granted = ready!(self.parts.account.poll_step(cx));
+        let granted = match &way.errand {
+            Errand::First if off!(Enter) => Ok(()),
+            Errand::Replay(_) if off!(Claim) => Ok(()),
+            _ => ready!(self.parts.account.poll_step(cx)),
+        };
         if granted.is_ok() && self.is_over() {
             return Poll::Pending;
         }
@@ -729,14 +735,15 @@ where
             }
             Errand::Replay(replay) => {
                 self.attempts.extend(self.replaced.take());
+                // A key counts only until the server may have forgotten it: a wait, or a slow ledger, may have
+                // outlasted it, and what is handed over now must not be sent later.
+                let end = match self.key_end(&replay) {
+                    Ok(end) => end,
+                    Err(why) => return Poll::Ready(Err(self.key_is_over(why))),
+                };
                 if !self.claim_replay() {
                     return Poll::Ready(Err(self.another_write()));
                 }
-                // A key counts only until the server may have forgotten it.
-                let end = match &replay {
-                    Replay::Keyed(_) => self.key_end(),
-                    _ => None,
-                };
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
                 }
@@ -758,11 +765,27 @@ where
         Poll::Ready(Ok(()))
     }
 
-    /// Until when the server keeps our key, where that is before the deadline.
-    fn key_end(&self) -> Option<Instant> {
-        let window = self.parts.lane.config.key_window()?;
-        let end = self.parts.account.first_sent().window_end(window).ok()??;
-        Some(end).filter(|end| !self.parts.until.deadline.is_past(*end))
+    /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.
+    fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
+        let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
+        let Some(window) = fence.window() else { return Ok(None) };
+        let end = self.parts.account.first_sent().window_end(window)?;
+        Ok(end.filter(|end| !self.parts.until.deadline.is_past(*end)))
+    }
+
+    /// The server may have forgotten the key, so that nothing is known of the write any more.
+    fn key_is_over(&mut self, why: &'static str) -> CallError {
+        self.unsettle();
+        self.last_error().note(why)
+    }
+
+    /// What a verdict said of the attempts holds no longer.
+    fn unsettle(&mut self) {
+        for attempt in &mut self.attempts {
+            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
+                attempt.settled = None;
+            }
+        }
     }
 
     /// Another write was handed over since the attempt that was to be replayed.
@@ -833,6 +856,7 @@ where
             ended_at: doubt.ended_at,
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
+            partial: Arc::clone(&doubt.partial),
         };
         doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
@@ -852,6 +876,7 @@ where
             Verdict::Landed(response) => return self.landed(response, pending),
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
+                    && !off!(Unsent)
                     && pending
                     && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
@@ -908,7 +933,7 @@ where
                 wait = error.retry_after().unwrap_or_default().saturating_sub(ended_at.elapsed());
             }
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             return Next::Resolve(Err(self.last_error().note("not replayed a second time")));
         }
         let request = self.parts.kept.as_ref().and_then(replica);
@@ -1044,7 +1069,8 @@ where
             None => Ok(result),
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
-                Err(Box::new(self.parts.account.closing(step, state, result, hold, until)))
+                let method = self.parts.name.clone().into_owned();
+                Err(Box::new(self.parts.account.closing(step, state, result, method, hold, until)))
             }
         }
     }
@@ -1087,6 +1113,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn is_last_write(&self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &self.parts.hold {
                 Some(hold) => hold.is_last(),
                 None => shared.conflicts.is_last(self.sequence),
@@ -1097,6 +1124,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn claim_replay(&mut self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &mut self.parts.hold {
                 Some(hold) => hold.claim(),
                 None => shared.conflicts.claim(self.sequence),
@@ -1149,7 +1177,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
-        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
+        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
@@ -1189,6 +1217,7 @@ impl<Res> Doubt<Res> {
             error: None,
             settling: None,
             checking: Arc::default(),
+            partial: Arc::default(),
             again: false,
             verdict: None,
             fence: None,

@@ -69,6 +69,9 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     /// handed over; after that only a check can settle it. The time is over when either clock says so, the
     /// monotonic one, which stops while a laptop sleeps, or the wall's; a wall clock that was set back ends it
     /// too.
+    ///
+    /// Give less than the server's own time by as much as a message may take to it at most: a copy that was
+    /// handed over in time and is held up on its way must still find the key.
     #[must_use]
     pub fn honoured_for(mut self, window: Duration) -> Self {
         self.window = Some(window);

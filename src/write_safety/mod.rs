@@ -24,6 +24,7 @@
 
 mod account;
 mod conflicts;
+pub mod effect_check;
 mod fence;
 mod future;
 mod keyed;
@@ -137,12 +138,14 @@ impl FirstSent {
 
     /// When a key that the server keeps for so long is gone, if it is not already, or may be.
     fn window_end(&self, window: Duration) -> Result<Option<Instant>, &'static str> {
-        const OVER: &str = "absent, but the time is over for which the server keeps the key";
+        const OVER: &str = "not replayed: the time is over for which the server keeps the key";
         let now = Instant::now();
         let by_wall = self.clock.now().duration_since(self.wall);
+        let by_wall = if off!(WallClock) { Ok(Duration::ZERO) } else { by_wall };
         let by_wall =
-            by_wall.map_err(|_| "absent, but the wall clock was set back, so that no key's time counts")?;
+            by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
         let passed = by_wall.max(now.saturating_duration_since(self.at));
+        let passed = if off!(Window) { Duration::ZERO } else { passed };
         match window.checked_sub(passed) {
             Some(left) if !left.is_zero() => Ok(now.checked_add(left)),
             _ => Err(OVER),
@@ -339,7 +342,7 @@ where
     /// Whether a write with that conflict key may be handed over.
     fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
         let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
-        if let Some(memory) = self.shared.ledger.memory() {
+        if let Some(memory) = self.shared.ledger.memory().filter(|_| !off!(KeyInDoubt)) {
             memory.admit(&key).map_err(refuse)?;
         }
         let conflicts = &self.shared.conflicts;

@@ -3,7 +3,7 @@
 use std::{
     borrow::Cow,
     fmt,
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -198,7 +198,8 @@ where
             not_before: None,
             ended_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
-            checking: Arc::new(AtomicBool::new(false)),
+            checking: Arc::default(),
+            partial: Arc::default(),
         };
         let one = Semaphore::new(1);
         let asking = Asking {

@@ -162,6 +162,19 @@ pub const GUARDS: &[Control] = {
         guard("the budget off", Kind::Full, Guard::Budget, &["budget"]),
         guard("the last poll off", Kind::Full, Guard::LastPoll, &["unreported"]),
         guard("the deadline's timer off", Kind::Full, Guard::Timer, &["late"]),
+        guard("no fence needed", Kind::Full, Guard::Fence, &["duplicates"]),
+        guard("the check before the fence", Kind::Full, Guard::FenceFirst, &["duplicates"]),
+        guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"]),
+        guard("a process gone without its group", Kind::Full, Guard::Group, &["duplicates"]),
+        guard("a fence over unwritten bytes", Kind::Full, Guard::Unsent, &["duplicates"]),
+        guard("other writes since ignored", Kind::Full, Guard::OtherWrites, &["overwritten"]),
+        guard("a second replay", Kind::Full, Guard::Once, &["attempts"]),
+        guard("the drop guard off", Kind::Full, Guard::DropGuard, &["unreported"]),
+        guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),
+        guard("handed over before it is entered", Kind::Full, Guard::Enter, &["ledger"]),
+        guard("replayed without a claim", Kind::Full, Guard::Claim, &["ledger"]),
+        guard("a key's window ignored", Kind::Full, Guard::Window, &["duplicates"]),
+        guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"]),
     ]
 };
 

@@ -22,6 +22,8 @@
 //!   process at a time.
 //! - [`Ledger`] is a trait, so that several processes can share a database.
 
+#[cfg(feature = "ledger-durable")]
+mod durable;
 mod memory;
 mod process;
 
@@ -38,6 +40,8 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tokio::time::Instant;
 
+#[cfg(feature = "ledger-durable")]
+pub use self::durable::{DurableLedger, DurableLedgerOptions, decode_durable};
 pub(crate) use self::process::Registrar;
 pub use self::{memory::MemoryLedger, process::ServerProcess};
 use super::fence::{Fence, FenceBasis};
@@ -410,7 +414,15 @@ pub enum LedgerError {
     /// It holds as many entries as it may.
     #[error("the ledger is full: {0} entries in doubt")]
     Full(usize),
-    /// Another process has it.
+    /// The entry of a write, with its conflict key and the arguments that are kept, is longer than one may be.
+    #[error("the write's entry in the ledger has {bytes} bytes, of at most {most}")]
+    TooLong {
+        /// How long it is.
+        bytes: usize,
+        /// How long one may be.
+        most: usize,
+    },
+    /// Another process has it, or this one has it twice.
     #[error("another process has the ledger open")]
     InUse,
     /// What is stored makes no sense. Nothing of it was changed.

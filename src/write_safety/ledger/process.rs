@@ -10,6 +10,9 @@ use tokio::time::Instant;
 
 use super::{AnyLedger, Ledger, LedgerError};
 
+/// Number, start and boot.
+type Process = (u32, Option<u64>, Option<String>);
+
 /// Enters the server processes that a stack's connector starts.
 #[derive(Clone, Debug)]
 pub(crate) struct Registrar {
@@ -80,8 +83,7 @@ impl ServerProcess {
     pub(in super::super) fn gone_since(&self) -> Option<Instant> {
         /// How many are remembered.
         const MOST: usize = 4096;
-        static GONE: Mutex<BTreeMap<(u32, Option<u64>, Option<String>), Instant>> =
-            Mutex::new(BTreeMap::new());
+        static GONE: Mutex<BTreeMap<Process, Instant>> = Mutex::new(BTreeMap::new());
         let known = (self.pid, self.started, self.boot.clone());
         let mut gone = GONE.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(since) = gone.get(&known) {
