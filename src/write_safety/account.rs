@@ -85,14 +85,16 @@ impl Account {
 
     /// Begins to claim its replay.
     pub(super) fn claim(&mut self) {
-        if let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step) {
+        if let (Some(ledger), Some(revision), None, false) =
+            (&self.other, self.revision, &self.step, off!(Claim))
+        {
             self.step = Some(Arc::clone(ledger).claim(self.id, revision));
         }
     }
 
     /// Waits until the step that was begun is recorded.
     pub(super) fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LedgerError>> {
-        let Some(step) = &mut self.step else { return Poll::Ready(Ok(())) };
+        let Some(step) = self.step.as_mut().filter(|_| !off!(Enter)) else { return Poll::Ready(Ok(())) };
         let result = ready!(step.as_mut().poll(cx));
         self.step = None;
         self.revision = result.as_ref().ok().copied();

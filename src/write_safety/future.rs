@@ -708,11 +708,7 @@ where
             self.parts.account.claim();
         }
         // The ledger comes last, so that what it grants is used at once.
-        let granted = match &way.errand {
-            Errand::First if off!(Enter) => Ok(()),
-            Errand::Replay(_) if off!(Claim) => Ok(()),
-            _ => ready!(self.parts.account.poll_step(cx)),
-        };
+        let granted = ready!(self.parts.account.poll_step(cx));
         if granted.is_ok() && self.is_over() {
             return Poll::Pending;
         }

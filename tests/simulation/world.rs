@@ -682,13 +682,9 @@ impl World {
         }
         if self.plan().keys && !self.plan().lies.wrong_key && self.key(token).is_some() && first {
             for (other, held) in &state.calls {
-                let unsettled = state.tokens.iter().any(|(call, known)| {
-                    known == other && state.book.unsettled.iter().any(|entry| entry.call() == *call)
-                });
                 if *other != token
                     && self.key(*other) == self.key(token)
                     && held.in_doubt.is_some_and(|at| at < seen.begun)
-                    && !unsettled
                 {
                     found.push(Wrong::KeyInDoubt { write: token, held: *other });
                 }
