@@ -641,7 +641,7 @@ impl Activity {
     #[must_use = "an attempt that is over must not be sent"]
     pub fn adopt(&self) -> bool {
         let mut state = self.lock();
-        if state.over {
+        if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
@@ -701,6 +701,7 @@ impl Activity {
         match (state.adopted, state.sent_at) {
             (false, _) => Ok(None),
             (true, Some(at)) => Ok(Some(at)),
+            (true, None) if off!(LastByte) => Ok(None),
             (true, None) => {
                 state.waker = Some(cx.waker().clone());
                 Err(StillSending)
@@ -718,7 +719,7 @@ impl Activity {
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) -> bool {
         let mut state = self.lock();
-        if state.over {
+        if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
