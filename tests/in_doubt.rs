@@ -1381,3 +1381,19 @@ async fn a_check_that_is_under_way_when_a_key_counts_again_does_not_end_the_repl
     let result = call.await.unwrap();
     assert_eq!(result.unwrap(), 7, "{:?}", lab.log.timed());
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_replays_process_says_nothing_of_the_first_attempts_process() {
+    let lab = Lab::new();
+    lab.write(fail(exits(SECOND, false).exit_ends_effects()))
+        .write(fail(exits(Duration::ZERO, true).exit_ends_effects()));
+    let check = |doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    };
+    let layer = WriteSafetyLayer::new(check).replay_idempotent();
+    let stack = Stack::builder(lab.connector()).writes(layer).deadline(60 * SECOND).build().unwrap();
+    let error = stack.send(Tagged::new("w", Effect::Idempotent)).await.unwrap_err();
+    assert_eq!(lab.writes(), 2, "{error}");
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+}

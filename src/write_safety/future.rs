@@ -30,7 +30,7 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Scope, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
     deadline::Until,
@@ -109,6 +109,8 @@ struct WriteCall<S, Req, Res> {
     doubt: Option<Box<Doubt<Res>>>,
     way: Option<Box<Way<S, Req>>>,
     replay: Option<Replay>,
+    /// Of a replay without a check: how many attempts came before it, and how the last of them ended.
+    unchecked: Option<(usize, Option<Closure>)>,
     /// How long was waited before it.
     waited: Duration,
     /// The attempt under way, that a replay is to follow.
@@ -770,6 +772,11 @@ where
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
                 }
+                if matches!(replay, Replay::Keyed(_) | Replay::Idempotent) {
+                    let error = self.doubt.as_ref().and_then(|doubt| doubt.error.as_ref());
+                    let closure = error.and_then(CallError::closure).cloned();
+                    self.unchecked = Some((self.attempts.len(), closure));
+                }
                 self.replay = Some(replay);
                 self.refused = None;
                 if let Some(doubt) = &mut self.doubt {
@@ -928,7 +935,8 @@ where
 
     fn not_landed(&mut self, fence: Fence, pending: bool) -> Next<S::Response> {
         let settled = Settled::NotLanded(fence.clone());
-        settle_all(&mut self.attempts, &settled);
+        let from = self.covered_by(&fence);
+        settle_all(&mut self.attempts[from..], &settled);
         if pending {
             let mut attempt = self.kept_attempt();
             attempt.settled = Some(settled);
@@ -961,6 +969,26 @@ where
             Some(wait).filter(|wait| !wait.is_zero()),
         );
         Next::Continue
+    }
+
+    /// The first of the attempts of which that fence says that they did not land. One that the layer found for a
+    /// replay says nothing of an earlier attempt that went unchecked, if that one's process lives.
+    fn covered_by(&self, fence: &Fence) -> usize {
+        let Some((before, closure)) = &self.unchecked else { return 0 };
+        let generation = |attempt: &Attempt| attempt.generation;
+        let same = || {
+            let last = self.attempts.last().and_then(generation);
+            last.is_some() && self.attempts[..*before].iter().all(|attempt| generation(attempt) == last)
+        };
+        if let Some(closure) = closure {
+            closure.learn_exit();
+        }
+        let covers = match fence.basis() {
+            _ if fence.is_of_the_check() => true,
+            FenceBasis::Observed => same() || closure.as_ref().is_some_and(settle::is_gone),
+            FenceBasis::Declared => !settle::is_still_there(closure.as_ref()),
+        };
+        if covers { 0 } else { *before }
     }
 
     /// The attempt that timed out and may still answer.
@@ -1100,6 +1128,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             doubt: None,
             way: None,
             replay: None,
+            unchecked: None,
             waited: Duration::ZERO,
             replaced: None,
             refused: None,
