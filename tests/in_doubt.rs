@@ -1397,3 +1397,28 @@ async fn the_end_of_a_replays_process_says_nothing_of_the_first_attempts_process
     assert_eq!(lab.writes(), 2, "{error}");
     assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_no_key_of_a_write_under_way() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Ok(1))).write(later(SECOND, Ok(2)));
+    let service = service(&lab, by_account(Safety::refuse()).ledger(Arc::new(MemoryLedger::new())));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    first.await.unwrap().unwrap();
+    second.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_the_key_of_a_write_in_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let ledger = Arc::new(MemoryLedger::new());
+    let service = service(&lab, by_account(Safety::refuse()).ledger(ledger.clone()));
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(*refusal(&error), Refusal::KeyInDoubt(entry.id));
+    ledger.settle(entry.id, entry.revision, State::Landed { by: "jane".into() }).await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
