@@ -1422,3 +1422,17 @@ async fn a_memory_ledger_that_somebody_wraps_blocks_the_key_of_a_write_in_doubt(
     ledger.settle(entry.id, entry.revision, State::Landed { by: "jane".into() }).await.unwrap();
     assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
 }
+
+#[tokio::test(start_paused = true)]
+async fn h06_a_refused_write_whose_replay_somebody_else_has_claimed_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(unavailable().after(2 * SECOND)));
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().trust(goaround::Evidence::Unavailable).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(SECOND).await;
+    let entry = store.entries().remove(0);
+    store.claim(entry.id, entry.revision).await.unwrap();
+    let error = call.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{error}");
+}

@@ -827,6 +827,10 @@ where
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
             unsettle(&mut self.attempts, |_| true);
+            if !self.attempts.iter().any(Attempt::is_in_doubt) {
+                // Nor was anything of ours processed: but theirs may have been.
+                self.attempts.push(Attempt::unanswered("claimed_by_another"));
+            }
             return self
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
