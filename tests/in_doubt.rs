@@ -1436,3 +1436,18 @@ async fn h06_a_refused_write_whose_replay_somebody_else_has_claimed_is_unknown()
     let error = call.await.unwrap().unwrap_err();
     assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{error}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_key_of_an_outer_layer_is_kept_though_an_inner_one_reports_the_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let inner = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(by_account(Safety::refuse()))
+        .layer(inner)
+        .service(lab.connection());
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(lab.events.doubts(), 1);
+    assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though in doubt");
+}

@@ -1194,8 +1194,9 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     fn enter_end(&mut self, state: &State) -> Option<BoxFuture<Result<u64, LedgerError>>> {
         let Parts { account, lane, name, effect, hold, current, .. } = &mut self.parts;
-        // Another layer, further in, keeps what it reports.
-        let memory = lane.shared.ledger.memory().filter(|_| !current.activity.is_taken_over());
+        // Another layer, further in, keeps what it reports; but it does not know of this one's key.
+        let keeps = hold.is_some() || !current.activity.is_taken_over();
+        let memory = lane.shared.ledger.memory().filter(|_| keeps);
         account.close(state, memory, name, *effect, hold.as_ref())
     }
 
