@@ -1451,3 +1451,30 @@ async fn a_conflict_key_of_an_outer_layer_is_kept_though_an_inner_one_reports_th
     assert_eq!(lab.events.doubts(), 1);
     assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though in doubt");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_for_what_is_in_progress_that_outlasts_the_deadline_is_not_begun() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::InFlight { recheck_after: 3600 * SECOND }));
+    let start = tokio::time::Instant::now();
+    let layer = absent(&lab).keyed(keyed);
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_in_progress_is_given_its_time_before_its_replay_by_key() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND).answers(
+        |answer: Result<&Res, &CallError>| {
+            (answer.ok() == Some(&1)).then_some(KeyedAnswer::InFlight { recheck_after: 5 * SECOND })
+        },
+    );
+    let layer = Safety::refuse().keyed(keyed);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "5000 write"]);
+}

@@ -569,8 +569,12 @@ where
 
     /// A write in doubt that needs no check is replayed.
     fn replay_after(&mut self, mut error: CallError, replay: Replay, request: Req) -> Next<S::Response> {
-        let wait = error.retry_after().unwrap_or_default();
-        if !self.parts.until.allows(Instant::now(), wait) {
+        let now = Instant::now();
+        // An earlier one that is still being processed is given its time.
+        let not_before = self.doubt.as_ref().and_then(|doubt| doubt.not_before);
+        let wait = not_before.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let wait = wait.max(error.retry_after().unwrap_or_default());
+        if !self.parts.until.allows(now, wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
         }
         let ended = error.take_attempts();

@@ -74,6 +74,10 @@ where
     };
     let held = find_fence(&facts, config.quarantine).await;
     if let Some(not_before) = facts.not_before {
+        let now = Instant::now();
+        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
+            return Verdict::Unknown("still being processed, and no time to ask".into());
+        }
         sleep_until(not_before).await;
     }
     let asking = Asking {
