@@ -1478,3 +1478,13 @@ async fn a_write_in_progress_is_given_its_time_before_its_replay_by_key() {
     assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
     assert_eq!(lab.log.timed(), ["0 write", "5000 write"]);
 }
+
+#[tokio::test(start_paused = true)]
+async fn resolve_ends_in_its_time_though_the_ledger_hangs() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).shut("settle");
+    let entry = lost(&store, SystemTime::now());
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) };
+    let resolve = Resolve::new(&store, &entry, write()).within(10 * SECOND).run_over(check, lab.connection());
+    assert!(tokio::time::timeout(100 * SECOND, resolve).await.is_ok());
+}
