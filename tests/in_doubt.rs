@@ -1426,3 +1426,110 @@ async fn a_check_that_is_under_way_when_a_key_counts_again_does_not_end_the_repl
     let result = call.await.unwrap();
     assert_eq!(result.unwrap(), 7, "{:?}", lab.log.timed());
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_replays_process_says_nothing_of_the_first_attempts_process() {
+    let lab = Lab::new();
+    lab.write(fail(exits(SECOND, false).exit_ends_effects()))
+        .write(fail(exits(Duration::ZERO, true).exit_ends_effects()));
+    let check = |doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    };
+    let layer = WriteSafetyLayer::new(check).replay_idempotent();
+    let stack = Stack::builder(lab.connector()).writes(layer).deadline(60 * SECOND).build().unwrap();
+    let error = stack.send(Tagged::new("w", Effect::Idempotent)).await.unwrap_err();
+    assert_eq!(lab.writes(), 2, "{error}");
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_no_key_of_a_write_under_way() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Ok(1))).write(later(SECOND, Ok(2)));
+    let service = service(&lab, by_account(Safety::refuse()).ledger(Arc::new(MemoryLedger::new())));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    first.await.unwrap().unwrap();
+    second.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_the_key_of_a_write_in_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let ledger = Arc::new(MemoryLedger::new());
+    let service = service(&lab, by_account(Safety::refuse()).ledger(ledger.clone()));
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(*refusal(&error), Refusal::KeyInDoubt(entry.id));
+    ledger.settle(entry.id, entry.revision, State::Landed { by: "jane".into() }).await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_a_refused_write_whose_replay_somebody_else_has_claimed_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(unavailable().after(2 * SECOND)));
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().trust(goaround::Evidence::Unavailable).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(SECOND).await;
+    let entry = store.entries().remove(0);
+    store.claim(entry.id, entry.revision).await.unwrap();
+    let error = call.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_key_of_an_outer_layer_is_kept_though_an_inner_one_reports_the_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let inner = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(by_account(Safety::refuse()))
+        .layer(inner)
+        .service(lab.connection());
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(lab.events.doubts(), 1);
+    assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though in doubt");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_for_what_is_in_progress_that_outlasts_the_deadline_is_not_begun() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::InFlight { recheck_after: 3600 * SECOND }));
+    let start = tokio::time::Instant::now();
+    let layer = absent(&lab).keyed(keyed);
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_in_progress_is_given_its_time_before_its_replay_by_key() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND).answers(
+        |answer: Result<&Res, &CallError>| {
+            (answer.ok() == Some(&1)).then_some(KeyedAnswer::InFlight { recheck_after: 5 * SECOND })
+        },
+    );
+    let layer = Safety::refuse().keyed(keyed);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "5000 write"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolve_ends_in_its_time_though_the_ledger_hangs() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).shut("settle");
+    let entry = lost(&store, SystemTime::now());
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) };
+    let resolve = Resolve::new(&store, &entry, write()).within(10 * SECOND).run_over(check, lab.connection());
+    assert!(tokio::time::timeout(100 * SECOND, resolve).await.is_ok());
+}

@@ -15,7 +15,7 @@ use super::{
 use crate::{CallError, Effect, connection::BoxFuture, deadline::Until};
 
 /// How long the caller's answer waits until its ledger has recorded it, at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A write's entry. In memory there is one only if the write ends in doubt; a ledger that has to be waited for
 /// is told of each step.

@@ -30,7 +30,7 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Scope, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
     deadline::Until,
@@ -109,6 +109,8 @@ struct WriteCall<S, Req, Res> {
     doubt: Option<Box<Doubt<Res>>>,
     way: Option<Box<Way<S, Req>>>,
     replay: Option<Replay>,
+    /// Of a replay without a check: how many attempts came before it, and how the last of them ended.
+    unchecked: Option<(usize, Option<Closure>)>,
     /// How long was waited before it.
     waited: Duration,
     /// The attempt under way, that a replay is to follow.
@@ -567,8 +569,12 @@ where
 
     /// A write in doubt that needs no check is replayed.
     fn replay_after(&mut self, mut error: CallError, replay: Replay, request: Req) -> Next<S::Response> {
-        let wait = error.retry_after().unwrap_or_default();
-        if !self.parts.until.allows(Instant::now(), wait) {
+        let now = Instant::now();
+        // An earlier one that is still being processed is given its time.
+        let not_before = self.doubt.as_ref().and_then(|doubt| doubt.not_before);
+        let wait = not_before.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let wait = wait.max(error.retry_after().unwrap_or_default());
+        if !self.parts.until.allows(now, wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
         }
         let ended = error.take_attempts();
@@ -770,6 +776,11 @@ where
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
                 }
+                if matches!(replay, Replay::Keyed(_) | Replay::Idempotent) {
+                    let error = self.doubt.as_ref().and_then(|doubt| doubt.error.as_ref());
+                    let closure = error.and_then(CallError::closure).cloned();
+                    self.unchecked = Some((self.attempts.len(), closure));
+                }
                 self.replay = Some(replay);
                 self.refused = None;
                 if let Some(doubt) = &mut self.doubt {
@@ -820,6 +831,10 @@ where
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
             unsettle(&mut self.attempts, |_| true);
+            if !self.attempts.iter().any(Attempt::is_in_doubt) {
+                // Nor was anything of ours processed: but theirs may have been.
+                self.attempts.push(Attempt::unanswered("claimed_by_another"));
+            }
             return self
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
@@ -929,7 +944,8 @@ where
 
     fn not_landed(&mut self, fence: Fence, pending: bool) -> Next<S::Response> {
         let settled = Settled::NotLanded(fence.clone());
-        settle_all(&mut self.attempts, &settled);
+        let from = self.covered_by(&fence);
+        settle_all(&mut self.attempts[from..], &settled);
         if pending {
             let mut attempt = self.kept_attempt();
             attempt.settled = Some(settled);
@@ -962,6 +978,26 @@ where
             Some(wait).filter(|wait| !wait.is_zero()),
         );
         Next::Continue
+    }
+
+    /// The first of the attempts of which that fence says that they did not land. One that the layer found for a
+    /// replay says nothing of an earlier attempt that went unchecked, if that one's process lives.
+    fn covered_by(&self, fence: &Fence) -> usize {
+        let Some((before, closure)) = &self.unchecked else { return 0 };
+        let generation = |attempt: &Attempt| attempt.generation;
+        let same = || {
+            let last = self.attempts.last().and_then(generation);
+            last.is_some() && self.attempts[..*before].iter().all(|attempt| generation(attempt) == last)
+        };
+        if let Some(closure) = closure {
+            closure.learn_exit();
+        }
+        let covers = match fence.basis() {
+            _ if fence.is_of_the_check() => true,
+            FenceBasis::Observed => same() || closure.as_ref().is_some_and(settle::is_gone),
+            FenceBasis::Declared => !settle::is_still_there(closure.as_ref()),
+        };
+        if covers { 0 } else { *before }
     }
 
     /// The attempt that timed out and may still answer.
@@ -1101,6 +1137,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             doubt: None,
             way: None,
             replay: None,
+            unchecked: None,
             waited: Duration::ZERO,
             replaced: None,
             refused: None,
@@ -1164,8 +1201,9 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     fn enter_end(&mut self, state: &State) -> Option<BoxFuture<Result<u64, LedgerError>>> {
         let Parts { account, lane, name, effect, hold, current, .. } = &mut self.parts;
-        // Another layer, further in, keeps what it reports.
-        let memory = lane.shared.ledger.memory().filter(|_| !current.activity.is_taken_over());
+        // Another layer, further in, keeps what it reports; but it does not know of this one's key.
+        let keeps = hold.is_some() || !current.activity.is_taken_over();
+        let memory = lane.shared.ledger.memory().filter(|_| keeps);
         account.close(state, memory, name, *effect, hold.as_ref())
     }
 

@@ -9,12 +9,13 @@ use std::{
 
 use tokio::{
     sync::Semaphore,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout_at},
 };
 use tower::Service;
 
 use super::{
     EffectCheck, FirstSent, VerdictKind, WallClock,
+    account::PATIENCE,
     fence::Fence,
     ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
     settle::{Asking, Facts, Held, probe_by},
@@ -113,7 +114,8 @@ where
         self
     }
 
-    /// How long it may take in all, 60 s by default. Of that, two thirds are waited for a fence at most.
+    /// How long it may take in all, 60 s by default. Of that, two thirds are waited for a fence at most. The ledger
+    /// has 5 s in any case to record what was found.
     pub fn within(mut self, within: Duration) -> Self {
         self.within = within;
         self
@@ -147,7 +149,7 @@ where
     /// # Errors
     ///
     /// [`LedgerError::Conflict`] if somebody else has settled the entry meanwhile, and whatever else the ledger
-    /// says.
+    /// says; [`LedgerError::Unavailable`] if it says nothing in time.
     pub async fn run<C, M, Res>(
         self,
         check: C,
@@ -232,7 +234,9 @@ where
             Verdict::Partial => (in_doubt("applied in part".into()), None),
             Verdict::Unknown(why) => (in_doubt(why), None),
         };
-        ledger.settle(entry.id, entry.revision, state.clone()).await?;
+        let until = start.checked_add(within).unwrap_or(now).max(Instant::now() + PATIENCE);
+        let settled = timeout_at(until, ledger.settle(entry.id, entry.revision, state.clone())).await;
+        settled.unwrap_or_else(|_| Err(LedgerError::Unavailable("it did not answer in time".into())))?;
         let (outcome, reason) = match &state {
             State::InDoubt { reason } => (Outcome::Unknown, Some(reason.clone())),
             State::NotLanded { .. } => (Outcome::NotDone, None),

@@ -74,6 +74,10 @@ where
     };
     let held = find_fence(&facts, config.quarantine).await;
     if let Some(not_before) = facts.not_before {
+        let now = Instant::now();
+        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
+            return Verdict::Unknown("still being processed, and no time to ask".into());
+        }
         sleep_until(not_before).await;
     }
     let asking = Asking {
@@ -280,12 +284,17 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
 
 /// Whether the process that had the attempt is known to have outlived all signals. Whatever was declared of a
 /// server's times was not said of one that cannot be killed.
-fn is_still_there(closure: Option<&Closure>) -> bool {
+pub(super) fn is_still_there(closure: Option<&Closure>) -> bool {
     closure.and_then(Closure::exit).is_some_and(|exit| match cfg!(unix) {
         true => !exit.group_gone && !off!(Group),
         // Elsewhere nothing is known of a group.
         false => exit.status.is_none(),
     })
+}
+
+/// Whether that connection's process is known to be gone, and its effects with it.
+pub(super) fn is_gone(closure: &Closure) -> bool {
+    closure.exit_ends_effects() && closure.exit().is_some_and(|exit| exit.group_gone)
 }
 
 /// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
