@@ -209,6 +209,9 @@ impl CallError {
         if self.delivery() == Delivery::Answered {
             return Outcome::Answered;
         }
+        if off!(Precedence) && self.delivery() != Delivery::Ambiguous {
+            return Outcome::NotDone;
+        }
         match (self.is_in_doubt(), self.may_be_a_write()) {
             (false, _) => Outcome::NotDone,
             (true, false) => Outcome::NoAnswer,

@@ -115,6 +115,9 @@
 /// A boxed error, as tower's.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
+#[macro_use]
+mod controls;
+
 mod call;
 mod census;
 mod connection;
@@ -144,6 +147,10 @@ pub use write_safety::{
     EffectCheck, Fence, FenceBasis, InDoubt, KeyedAnswer, KeyedWrites, Resolve, Resolved, Verdict,
     VerdictKind, WriteSafety, WriteSafetyLayer,
 };
+
+#[cfg(goaround_controls)]
+#[doc(hidden)]
+pub use controls::{Guard, switch_off};
 
 /// The examples of the README, which are tests too.
 #[cfg(doctest)]

@@ -266,6 +266,26 @@ fn a_file_that_may_not_grow_refuses_writes_and_keeps_those_that_it_has() {
     assert_eq!(found(&runtime().block_on(ledger.in_doubt()).unwrap()), entered);
 }
 
+#[test]
+fn a_ledger_that_was_closed_can_be_opened_at_once_while_children_are_being_started() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ledger");
+    let (stop, stopped) = mpsc::channel::<()>();
+    let spawning = std::thread::spawn(move || {
+        let mut spawned = 0;
+        while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
+            Command::new("true").status().unwrap();
+            spawned += 1;
+        }
+        spawned
+    });
+    for _ in 0..100 {
+        drop(DurableLedger::open(&path).unwrap());
+    }
+    drop(stop);
+    assert!(spawning.join().unwrap() > 0);
+}
+
 // ===== files =====
 
 fn kind(error: LedgerError) -> std::io::ErrorKind {

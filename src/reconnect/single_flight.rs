@@ -380,13 +380,15 @@ where
     /// The connection with that number is gone, says an error. A stale number changes nothing.
     /// `effect` is that of the call which has the error, if it was a call.
     pub(super) fn lost(&self, generation: &Generation, error: &CallError, effect: Option<Effect>) {
-        if !self.is_current(generation) {
+        if !self.is_current(generation) && !off!(Generation) {
             return;
         }
         let mut guard = self.lock();
         let state = &mut *guard;
         // Again, under the lock: whoever finds that there is no connection must find why, too.
-        if !self.is_current(generation) {
+        if !self.is_current(generation)
+            && !(off!(Generation) && matches!(state.phase, Phase::Connected { .. }))
+        {
             return;
         }
         self.current.store(0, Ordering::Release);

@@ -393,7 +393,8 @@ impl<S, Req: Call> Read<S, Req> {
         let budget = options.budget.as_ref();
         let (granted, wait) = match freed {
             Some(closure) => {
-                let granted = budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
+                let granted =
+                    off!(Budget) || budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
                 (granted, Duration::ZERO)
             }
             None if progress.made >= options.attempts => return Err(None),
@@ -407,7 +408,7 @@ impl<S, Req: Call> Read<S, Req> {
                     Some(loss) => loss.charge_once(|| budget.withdraw()),
                     None => budget.withdraw(),
                 });
-                (granted, wait)
+                (granted || off!(Budget), wait)
             }
         };
         if !granted {

@@ -8,13 +8,15 @@ use rmcp::{
     Peer, RoleClient, ServiceError,
     model::{
         CallToolRequestParams, CallToolResult, ClientNotification, CompleteRequestParams, CompleteResult,
-        ContentBlock, GetPromptRequestParams, GetPromptResult, ListPromptsResult,
+        ContentBlock, CustomResult, GetPromptRequestParams, GetPromptResult, ListPromptsResult,
         ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, PaginatedRequestParams, Prompt,
         ReadResourceRequestParams, ReadResourceResult, Resource, ResourceTemplate, ServerPeerInfo,
         ServerResult, SetLevelRequest, SetLevelRequestParams, SubscribeRequestParams, Tool,
         UnsubscribeRequestParams,
     },
 };
+
+use serde_json::Value;
 
 use super::{Connection, Connector, Request};
 use crate::{CallError, Cause, Refusal, Stack};
@@ -99,6 +101,14 @@ impl Stack<Connector, Request, ServerResult> {
             ServerResult::TaskAckResult(ack) => {
                 let mut result = CallToolResult::default();
                 (result.result_type, result.meta) = (Some(ack.result_type), ack.meta);
+                Ok(result)
+            }
+            ServerResult::CustomResult(CustomResult(Value::Object(mut custom)))
+                if custom.len() == 1 && custom.contains_key("_meta") =>
+            {
+                let mut result = CallToolResult::default();
+                let meta = custom.remove("_meta").map(serde_json::from_value);
+                result.meta = meta.transpose().map_err(|_| unexpected())?;
                 Ok(result)
             }
             _ => Err(unexpected()),
@@ -229,7 +239,7 @@ impl Stack<Connector, Request, ServerResult> {
 
 /// The server answered, with something else than was asked for.
 fn unexpected() -> CallError {
-    CallError::answered(ServiceError::UnexpectedResponse)
+    CallError::answered(ServiceError::UnexpectedResponse).note("the answer is of another kind")
 }
 
 fn is_of_another_session(error: &CallError) -> bool {

@@ -26,7 +26,7 @@ use rmcp::{
 use tokio::{
     runtime::Handle as Runtime,
     sync::{Notify, watch},
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 
 use super::{
@@ -44,12 +44,20 @@ use crate::{
     mcp::Catalog,
 };
 
+/// How many calls may be in flight at once.
+const MAX_IN_FLIGHT: usize = 65_536;
+/// How many questions of the server hold up calls at once.
+const MAX_QUESTIONS: usize = 1024;
 /// How many calls that were given up are remembered, in case that their answers come.
 const MAX_REMEMBERED: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a process whose handshake it ended by its own end is waited for.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long it may take to tell the server that nobody waits for an answer any more.
+const CANCEL: Duration = Duration::from_secs(5);
+/// After how long a list of tools is read that the server says has changed.
+const DEBOUNCE: Duration = Duration::from_millis(100);
 /// Why the server is told that nobody waits for an answer any more.
 const ABANDONED: &str = "nobody waits for the answer any more";
 
@@ -105,6 +113,8 @@ pub(super) struct Inner {
     catalog: Mutex<Option<Arc<Catalog>>>,
     /// Whether it is the first one of its connector.
     first: bool,
+    /// Whether the list of tools is about to be read.
+    is_listing: AtomicBool,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
     has_handshake: AtomicBool,
 }
@@ -176,6 +186,7 @@ impl Inner {
             process,
             catalog: Mutex::new(None),
             first,
+            is_listing: AtomicBool::new(false),
             has_handshake: AtomicBool::new(false),
         };
         (Arc::new(inner), exited)
@@ -289,8 +300,9 @@ impl Inner {
                     let nothing = Arc::<Catalog>::default();
                     self.memory.set_catalog(Arc::clone(&nothing));
                     self.set_catalog(nothing);
-                    let inner = Arc::clone(self);
-                    self.runtime.spawn(async move { super::session::read_tools(&inner).await });
+                    if !self.is_listing.swap(true, Ordering::AcqRel) {
+                        self.runtime.spawn(read_tools_soon(Arc::downgrade(self)));
+                    }
                 }
                 ServerNotification::CancelledNotification(cancelled) => {
                     if let Some(id) = &cancelled.params.request_id {
@@ -328,6 +340,9 @@ impl Inner {
     /// The server asks something of the user: calls that want it stand still.
     fn question(&self, id: RequestId) {
         let mut state = self.lock();
+        if state.questions.len() >= MAX_QUESTIONS {
+            return;
+        }
         state.questions.insert(id);
         let calls: Vec<_> = state.calls.values().cloned().collect();
         for call in calls {
@@ -416,6 +431,11 @@ impl Inner {
             drop(state);
             return Err(Box::new((CallError::of_closure(closure, Delivery::NotSent), request)));
         }
+        if state.calls.len() >= MAX_IN_FLIGHT {
+            drop(state);
+            let refusal = Refusal::Overloaded("calls in flight on the connection");
+            return Err(Box::new((CallError::refused(refusal), request)));
+        }
         state.last_key += 1;
         let exchange = Arc::new(Exchange::new(request, state.last_key, state.heard));
         state.calls.insert(exchange.key, Arc::clone(&exchange));
@@ -427,7 +447,7 @@ impl Inner {
 
     /// The call has ended; `late` is what is kept of one that was given up.
     fn leave(&self, exchange: &Exchange, late: Option<Late>) {
-        let pause = {
+        let (pause, is_drained) = {
             let mut state = self.lock();
             state.calls.remove(&exchange.key);
             if let Some(id) = exchange.id() {
@@ -439,10 +459,14 @@ impl Inner {
             if exchange.request.context().progress().is_some() {
                 state.watched.retain(|_, key| *key != exchange.key);
             }
-            state.pauses.remove(&exchange.key)
+            let is_drained = state.session_gone && state.calls.is_empty();
+            (state.pauses.remove(&exchange.key), is_drained)
         };
         drop(pause);
         self.stirred.notify_waiters();
+        if is_drained {
+            self.close("the session is gone");
+        }
     }
 
     /// By what a call was lost whose connection lives on. What was in flight when the first one was lost shares it:
@@ -541,6 +565,14 @@ impl Inner {
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads the list of tools, once for all that was said of it meanwhile.
+async fn read_tools_soon(connection: Weak<Inner>) {
+    sleep(DEBOUNCE).await;
+    let Some(inner) = connection.upgrade() else { return };
+    inner.is_listing.store(false, Ordering::Release);
+    super::session::read_tools(&inner).await;
 }
 
 /// Probes a silent server, and ends the connection if that fails, after the calls that still have time.
@@ -941,7 +973,7 @@ impl Waiting {
         runtime.spawn(async move {
             // The connection stays open until it is told.
             let _handle = handle;
-            let _ = answer.cancel(Some(ABANDONED.to_owned())).await;
+            let _ = timeout(CANCEL, answer.cancel(Some(ABANDONED.to_owned()))).await;
         });
     }
 }

@@ -392,7 +392,6 @@ impl<H: ClientHandler> Running for Client<H> {
 /// Why the SDK's client could not begin a connection. Its text says nothing that the server supplied but a code; the
 /// SDK's error is the [source](std::error::Error::source), and a child's last words are in
 /// [`stderr`](InitializeError::stderr).
-#[derive(Debug)]
 pub struct InitializeError {
     source: Box<ClientInitializeError>,
     stderr: Vec<String>,
@@ -411,6 +410,13 @@ impl InitializeError {
     /// The last lines that a child process wrote to its standard error. They may hold anything.
     pub fn stderr(&self) -> &[String] {
         &self.stderr
+    }
+}
+
+impl fmt::Debug for InitializeError {
+    /// Without the SDK's error and the last words, which may hold anything.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "InitializeError({:?})", self.to_string())
     }
 }
 

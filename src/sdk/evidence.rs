@@ -13,7 +13,7 @@ use rmcp::{
 };
 
 use super::{exchange::Exchange, transport::TransportError};
-use crate::{CallError, Cause, Closure, Delivery, Evidence, Scope, ServerError};
+use crate::{CallError, Cause, Closure, Delivery, Evidence, Outcome, Scope, ServerError};
 
 /// What the transport saw of a call that did not end with the server's answer.
 pub(super) enum Sight {
@@ -49,7 +49,6 @@ impl Sight {
 /// What was wrong with how an HTTP server answered a call. It is the [source](std::error::Error::source) of the
 /// [`CallError`], found by [`get_ref`](CallError::get_ref), and its own source is the SDK's error. Its text says
 /// nothing that the server or the caller supplied.
-#[derive(Debug)]
 pub struct HttpError {
     kind: HttpErrorKind,
     status: Option<u16>,
@@ -128,6 +127,16 @@ impl HttpError {
     /// The SDK's error, where the SDK had one.
     pub fn into_service_error(self) -> Option<ServiceError> {
         self.source
+    }
+}
+
+impl fmt::Debug for HttpError {
+    /// Without the SDK's error, which may hold what the server said.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpError")
+            .field("kind", &self.kind)
+            .field("status", &self.status)
+            .finish_non_exhaustive()
     }
 }
 
@@ -328,13 +337,17 @@ fn http_date(value: &str) -> Option<u64> {
     Some(days * 86_400 + hour * 3_600 + minute * 60 + second)
 }
 
-/// Keeps signatures that have the SDK's error: what the SDK said where it said something, and else the nearest of
-/// what it has. The text of the others begins with what is known, too.
+/// Keeps signatures that have the SDK's error: an answer is what it is there, and everything else is a
+/// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside, whose text begins with what is known.
 impl From<CallError> for ServiceError {
     fn from(error: CallError) -> Self {
-        let error = match error.downcast::<ServiceError>() {
-            Ok(own) => return own,
-            Err(error) => error,
+        // What is known of the rest must survive: the SDK's own errors cannot say it.
+        let error = match error.outcome() {
+            Outcome::Answered => match error.downcast::<ServiceError>() {
+                Ok(own) => return own,
+                Err(error) => error,
+            },
+            _ => error,
         };
         if let Some(answer) = error.answer() {
             let code = i32::try_from(answer.code).unwrap_or(ErrorCode::INTERNAL_ERROR.0);
@@ -344,16 +357,11 @@ impl From<CallError> for ServiceError {
                 answer.data.clone(),
             ));
         }
-        let unanswered = |error: CallError| {
-            let error = DynamicTransportError::from_parts(
-                "goaround",
-                std::any::TypeId::of::<CallError>(),
-                Box::new(error),
-            );
-            ServiceError::TransportSend(error)
-        };
-        // What is known must survive: the SDK's own errors cannot say it.
-        unanswered(error)
+        ServiceError::TransportSend(DynamicTransportError::from_parts(
+            "goaround",
+            std::any::TypeId::of::<CallError>(),
+            Box::new(error),
+        ))
     }
 }
 

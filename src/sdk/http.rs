@@ -49,9 +49,11 @@ const BOTH: &str = "application/json, text/event-stream";
 const MAX_POSTS: usize = 1024;
 /// How long a session may take to answer whether it is there.
 const EXAMINE: Duration = Duration::from_secs(5);
-/// After how long a response stream is resumed whose server does not say, and at most.
+/// After how long a response stream is resumed whose server does not say; then twice as long each time, up to that.
 const RESUME: Duration = Duration::from_millis(500);
 const RESUME_AT_MOST: Duration = Duration::from_secs(30);
+/// The longest that a server may ask to wait before it.
+const RESUME_AS_ASKED: Duration = Duration::from_secs(600);
 /// How long the standalone stream waits at most before it is asked for again.
 const LISTEN_AT_MOST: Duration = Duration::from_secs(60);
 
@@ -375,7 +377,7 @@ impl Client {
                         (false, false) => Sight::NotSent(HttpErrorKind::NoResponse),
                         (true, _) => Sight::Odd(HttpErrorKind::NoResponse, None),
                     });
-                    return Err(StreamableHttpError::Client(error));
+                    return Err(lost(error));
                 }
             };
             self.shared.inner.heard();
@@ -470,7 +472,7 @@ impl Client {
                     true => Sight::Odd(HttpErrorKind::BodyLost, None),
                     false => of_status(status.as_u16(), None),
                 });
-                return Err(StreamableHttpError::Client(error));
+                return Err(lost(error));
             }
         };
         let envelope = Envelope::of(&body).filter(Envelope::is_answer);
@@ -544,7 +546,7 @@ impl Client {
             if let Some(id) = last_event_id {
                 request = request.header(LAST_EVENT_ID, id);
             }
-            let response = request.send().await.map_err(StreamableHttpError::Client)?;
+            let response = request.send().await.map_err(lost)?;
             self.shared.inner.heard();
             if response.status() != StatusCode::UNAUTHORIZED
                 || !self.refresh(&token, response.headers()).await
@@ -638,7 +640,7 @@ impl StreamableHttpClient for Client {
         let line = Line { uri, session: Some(session), headers, limits };
         let token = self.shared.credentials.current();
         let request = self.request(http::Method::DELETE, &line, &token);
-        match request.send().await.map_err(StreamableHttpError::Client)?.status() {
+        match request.send().await.map_err(lost)?.status() {
             status if status.is_success() => Ok(()),
             // Gone already, or kept by a server that does not let it go.
             StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_FOUND => Ok(()),
@@ -677,6 +679,10 @@ impl StreamableHttpClient for Client {
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failure> {
         let limits = StreamableHttpResponseLimits::default();
         let line = Line { uri, session, headers, limits };
+        if self.shared.inner.has_lost_session() {
+            // Not to be asked for again.
+            return Err(StreamableHttpError::ServerDoesNotSupportSse);
+        }
         let response = self.get(&line, last_event_id.as_deref()).await?;
         let inner = Arc::clone(&self.shared.inner);
         let stream = (response, Parser::new(limit), inner, false);
@@ -698,7 +704,7 @@ impl StreamableHttpClient for Client {
                             }
                         }
                         Ok(None) => return None,
-                        Err(error) => error.into(),
+                        Err(error) => error.without_url().into(),
                     };
                     return Some((Err(SseError::Body(error)), (response, parser, inner, true)));
                 }
@@ -767,7 +773,7 @@ impl Answering {
     /// What an event is for the SDK, if anything.
     fn read(&mut self, event: Event) -> Option<Sse> {
         if let Some(retry) = event.retry {
-            self.retry = Some(Duration::from_millis(retry).min(RESUME_AT_MOST));
+            self.retry = Some(Duration::from_millis(retry).min(RESUME_AS_ASKED));
         }
         if let Some(id) = &event.id {
             self.last_event_id = Some(id.clone()).filter(|id| !id.is_empty());
@@ -812,7 +818,10 @@ impl Answering {
     /// The stream has broken: asks for what is left of it, or ends it.
     async fn resume(&mut self) {
         let abandoned = self.exchange.as_ref().is_some_and(|exchange| exchange.is_given_up());
-        let may = self.resumed < self.client.shared.resumptions && !abandoned;
+        // From 2026-07-28 on a stream that has broken is gone.
+        let may = self.resumed < self.client.shared.resumptions
+            && !abandoned
+            && !self.client.shared.inner.is_modern();
         let Some(last) = self.last_event_id.clone().filter(|_| may) else {
             self.saw(Sight::Odd(HttpErrorKind::StreamEnded, None));
             return self.end();
@@ -908,6 +917,11 @@ fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
 
 fn session_unknown(status: u16) -> Sight {
     Sight::Evidence(crate::Evidence::SessionUnknown, None, Some(status))
+}
+
+/// Addresses may hold secrets.
+fn lost(error: reqwest::Error) -> Failure {
+    StreamableHttpError::Client(error.without_url())
 }
 
 fn failed(status: StatusCode, wait: Option<String>) -> Failure {

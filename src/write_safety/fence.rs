@@ -100,6 +100,12 @@ impl Fence {
         }
     }
 
+    /// Whether the attempt itself can no longer land, rather than that a second copy of it does no harm. Without
+    /// that copy such a fence says nothing of the attempt.
+    pub(super) const fn stops_the_attempt(&self) -> bool {
+        !matches!(self.kind, Kind::Deduplicated { .. } | Kind::Conditional)
+    }
+
     /// Whether the caller's check named it, so that it need not have held before the check began.
     pub(super) const fn is_of_the_check(&self) -> bool {
         !matches!(self.kind, Kind::ProcessGone | Kind::NeverSent | Kind::Quarantine { .. })

@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll, ready},
+    task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
@@ -30,7 +30,7 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
     deadline::Until,
@@ -118,6 +118,8 @@ struct WriteCall<S, Req, Res> {
     trail: Option<Arc<Trail>>,
     /// Whether a service is being called, so that a panic leaves a doubt.
     handing_over: bool,
+    /// Whether the end of an attempt is being judged, which calls the caller's code, so that a panic leaves a doubt.
+    judging: bool,
     /// Whether an attempt itself succeeded, rather than a check that found it.
     answered: bool,
 }
@@ -247,8 +249,8 @@ where
 {
     type Output = Result<S::Response, CallError>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.as_mut().project();
         match this.kind {
             Kind::Passing { reporter, call, basis, effect } => {
                 let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
@@ -272,18 +274,15 @@ where
                 let result = ready!(write.call.poll(this.attempt.as_mut(), write.timer, cx));
                 // Resolved: from here on nobody abandons it.
                 this.attempt.set(None);
-                let closed = write.call.close(result);
-                match closed {
+                match write.call.close(result) {
                     Ok(result) => {
                         *this.kind = Kind::Done;
-                        Poll::Ready(result)
+                        return Poll::Ready(result);
                     }
-                    Err(mut closing) => {
-                        let result = closing.poll(cx);
-                        *this.kind = if result.is_pending() { Kind::Closing(closing) } else { Kind::Done };
-                        result
-                    }
+                    // Before the ledger is polled: should that panic, the write is not abandoned besides.
+                    Err(closing) => *this.kind = Kind::Closing(closing),
                 }
+                self.poll(cx)
             }
             Kind::Closing(closing) => {
                 let result = ready!(closing.poll(cx));
@@ -308,7 +307,8 @@ where
         mut timer: Pin<&mut Option<Sleep>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<S::Response, CallError>> {
-        let mut first = !mem::replace(&mut self.polled, true);
+        // With a ledger it has been read by then.
+        let mut first = !mem::replace(&mut self.polled, true) && self.way.is_none();
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
@@ -318,7 +318,10 @@ where
             {
                 attempt.set(None);
                 timer.set(None);
-                match self.attempt_ended(result) {
+                self.judging = true;
+                let next = self.attempt_ended(result);
+                self.judging = false;
+                match next {
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
@@ -408,7 +411,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if self.replay.is_some() {
+        if (self.replay.is_some() && !off!(Once)) || self.was_found_in_part() {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -422,8 +425,15 @@ where
         Some((replay, self.parts.kept.as_ref().and_then(replica)?))
     }
 
+    /// Whether a check has found the write applied in part: then it is never replayed.
+    fn was_found_in_part(&self) -> bool {
+        self.doubt.as_ref().is_some_and(|doubt| doubt.partial.load(Ordering::Relaxed))
+    }
+
     fn replay_unchecked(&mut self, replay: Replay, request: Req, wait: Duration) {
         let doubt = self.begin_doubt();
+        // A check that is under way would say nothing of the replay.
+        doubt.settling = None;
         doubt.fence = match &replay {
             Replay::Keyed(fence) => Some(fence.clone()),
             _ => None,
@@ -468,14 +478,17 @@ where
             attempt.waited += mem::take(&mut self.waited);
         }
         let trusted = match error.cause() {
-            Cause::Evidence(evidence) => self.parts.lane.config.trust.contains(evidence),
+            // What a check found in part was processed, whatever the refusal says.
+            Cause::Evidence(evidence) => {
+                self.parts.lane.config.trust.contains(evidence) && !self.was_found_in_part()
+            }
             _ => false,
         };
         let rule = error.rule(self.parts.effect, trusted);
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             // One replay in all. One more check may run, for the report only.
             return match rule {
                 Rule::Check => self.in_doubt(error),
@@ -504,11 +517,18 @@ where
                     None => error,
                 }))
             }
+            // As long as bytes are unwritten no replay starts.
+            Rule::Check if error.scope() == Scope::Call && self.is_unsent() => self.in_doubt(error),
             Rule::Check => match self.unchecked_replay() {
                 Some((replay, request)) => self.replay_after(error, replay, request),
                 None => self.in_doubt(error),
             },
         }
+    }
+
+    /// Whether bytes of the attempt are still to be sent, as far as its connection tells.
+    fn is_unsent(&self) -> bool {
+        self.parts.current.activity.poll_sent(&mut Context::from_waker(Waker::noop())).is_err()
     }
 
     /// What the server's answer to our own key says, if the caller can read it.
@@ -717,11 +737,18 @@ where
         if let Err(error) = granted {
             return Poll::Ready(Err(self.not_granted(error, &errand)));
         }
+        if !matches!(errand, Errand::Replay(_))
+            && let Some((id, method)) = self.parts.hold.as_ref().and_then(Hold::in_its_way)
+        {
+            let error = refused(LedgerError::KeyInDoubt { id, method });
+            let error = error.of_call(&self.parts.name, self.parts.effect);
+            return Poll::Ready(Err(error.with_attempt(None)));
+        }
         self.waited = waited;
         self.timed_out = false;
         match errand {
-            Errand::First => self.count_hand_over(),
-            Errand::Again => {
+            // What the ledger took is not the attempt's time.
+            Errand::First | Errand::Again => {
                 self.parts.current = match self.parts.until.left(Instant::now()) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
@@ -771,17 +798,8 @@ where
 
     /// The server may have forgotten the key, so that nothing is known of the write any more.
     fn key_is_over(&mut self, why: &'static str) -> CallError {
-        self.unsettle();
+        unsettle(&mut self.attempts, |_| true);
         self.last_error().note(why)
-    }
-
-    /// What a verdict said of the attempts holds no longer.
-    fn unsettle(&mut self) {
-        for attempt in &mut self.attempts {
-            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                attempt.settled = None;
-            }
-        }
     }
 
     /// Another write was handed over since the attempt that was to be replayed.
@@ -801,11 +819,7 @@ where
         self.attempts.extend(self.replaced.take());
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
-            for attempt in &mut self.attempts {
-                if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                    attempt.settled = None;
-                }
-            }
+            unsettle(&mut self.attempts, |_| true);
             return self
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
@@ -849,7 +863,7 @@ where
             first_sent: self.parts.account.first_sent().clone(),
             since: doubt.since,
             not_before: doubt.not_before,
-            ended_at: doubt.ended_at,
+            stopped_at: doubt.ended_at.filter(|_| doubt.is_stopped()),
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
             partial: Arc::clone(&doubt.partial),
@@ -872,7 +886,8 @@ where
             Verdict::Landed(response) => return self.landed(response, pending),
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
-                    && pending
+                    && !off!(Unsent)
+                    && !doubt.is_stopped()
                     && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
                     return self.not_landed(fence, pending);
@@ -928,7 +943,7 @@ where
                 wait = error.retry_after().unwrap_or_default().saturating_sub(ended_at.elapsed());
             }
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             return Next::Resolve(Err(self.last_error().note("not replayed a second time")));
         }
         let request = self.parts.kept.as_ref().and_then(replica);
@@ -1007,7 +1022,11 @@ where
             }
             Err(error) => {
                 let error = error.judged_by(self.parts.basis);
-                Err(error.after_attempts(mem::take(&mut self.attempts)))
+                let mut error = error.after_attempts(mem::take(&mut self.attempts));
+                if error.delivery() != Delivery::Answered {
+                    unsettle(error.attempts_mut(), |fence| !fence.stops_the_attempt());
+                }
+                Err(error)
             }
         };
         let outcome = result.as_ref().err().map(CallError::outcome);
@@ -1087,6 +1106,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             refused: None,
             trail: None,
             handing_over: false,
+            judging: false,
             answered: false,
         }
     }
@@ -1108,6 +1128,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn is_last_write(&self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &self.parts.hold {
                 Some(hold) => hold.is_last(),
                 None => shared.conflicts.is_last(self.sequence),
@@ -1118,6 +1139,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn claim_replay(&mut self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &mut self.parts.hold {
                 Some(hold) => hold.claim(),
                 None => shared.conflicts.claim(self.sequence),
@@ -1165,12 +1187,14 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let replaced = self.replaced.take();
         let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
         self.attempts.extend(replaced);
-        if in_doubt || self.handing_over {
+        let unjudged = self.judging && !self.attempts.iter().any(Attempt::is_in_doubt);
+        if in_doubt || self.handing_over || unjudged {
             let mut attempt = Attempt::unanswered("abandoned");
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
-        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
+        unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt());
+        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
@@ -1201,7 +1225,21 @@ fn settle_all(attempts: &mut [Attempt], by: &Settled) {
     }
 }
 
+/// What a verdict said of the attempts by such a fence holds no longer.
+fn unsettle(attempts: &mut [Attempt], by: impl Fn(&Fence) -> bool) {
+    for attempt in attempts {
+        if matches!(&attempt.settled, Some(Settled::NotLanded(fence)) if by(fence)) {
+            attempt.settled = None;
+        }
+    }
+}
+
 impl<Res> Doubt<Res> {
+    /// Whether the attempt's connection has ended, so that nothing of it is sent any more.
+    fn is_stopped(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.scope() == Scope::Connection)
+    }
+
     fn new() -> Self {
         Self {
             since: Instant::now(),

@@ -34,8 +34,10 @@ use crate::{
 ///
 /// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
 /// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
-/// them ([`Entry::servers`]); or that it had started none ([`Entry::was_never_sent`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
-/// to be gone. Without one that can hold in time the check can only find that the write landed.
+/// them ([`Entry::servers`]); or that it had started none ([`Entry::was_never_sent`]); or a
+/// [`quarantine`](Resolve::quarantine), which counts from when the owner is known to be gone. Without one that can
+/// hold in time the check can only find that the write landed. A key that the server keeps, and a compare-and-set,
+/// are none here: they say that a second copy does no harm, and none is sent, so that the entry stays in doubt.
 ///
 /// ```no_run
 /// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
@@ -103,7 +105,9 @@ where
     }
 
     /// Declares that nothing of a dead owner lands later than this after its end: see
-    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default.
+    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default. It says nothing of an
+    /// entry of [this very run](super::ledger::EntryId::is_own), whose connection may live on with bytes of the write
+    /// still to be sent.
     pub fn quarantine(mut self, quarantine: Duration) -> Self {
         self.quarantine = Some(quarantine);
         self
@@ -200,7 +204,7 @@ where
             first_sent: FirstSent { at: now, wall: entry.entered, clock },
             since: now,
             not_before: None,
-            ended_at: Some(now),
+            stopped_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
             checking: Arc::default(),
             partial: Arc::default(),
@@ -219,7 +223,11 @@ where
         let in_doubt = |why: Cow<'static, str>| State::InDoubt { reason: why.into_owned() };
         let (state, response) = match verdict {
             Verdict::Landed(response) => (State::Landed { by: "check".to_owned() }, response),
-            Verdict::NotLanded(fence) => (State::by_fence(&fence), None),
+            Verdict::NotLanded(fence) if fence.stops_the_attempt() => (State::by_fence(&fence), None),
+            // Nothing is sent here that would take its place.
+            Verdict::NotLanded(fence) => {
+                (in_doubt(format!("absent, and may yet land; {fence}").into()), None)
+            }
             Verdict::InFlight { .. } => (in_doubt("still being processed".into()), None),
             Verdict::Partial => (in_doubt("applied in part".into()), None),
             Verdict::Unknown(why) => (in_doubt(why), None),
@@ -256,7 +264,9 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
     let declared_end = entry.servers.iter().all(|server| server.exit_ends_effects);
     let in_sight = entry.servers.iter().all(ServerProcess::can_be_seen) && !entry.servers.is_empty();
     let observable = declared_end && in_sight;
-    let holds = quarantine.and_then(|quarantine| entry.orphaned.unwrap_or(start).checked_add(quarantine));
+    // Of this very run a connection may live on, and hold bytes that are not written yet.
+    let orphaned = entry.orphaned.or_else(|| (!entry.id.is_own()).then_some(start));
+    let holds = orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
     let patience = start.checked_add(within / 3 * 2);
     // It must leave a tenth of the time for the check.
     let latest = start.checked_add(within / 10 * 9);
@@ -292,6 +302,9 @@ fn without_fence(
     in_sight: bool,
 ) -> Cow<'static, str> {
     match (quarantine, declared_end, in_sight) {
+        (Some(_), ..) if entry.id.is_own() => {
+            "absent, but no fence holds: this process made the call itself, and bytes of it may still be to be sent"
+        }
         (Some(_), ..) => "absent, but no fence holds: the quarantine does not fit in the time given",
         (None, true, true) => {
             "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \

@@ -825,8 +825,18 @@ pub struct BlackHole {
 
 impl BlackHole {
     pub async fn new() -> Self {
+        Self::at((Ipv4Addr::LOCALHOST, 0).into()).await
+    }
+
+    /// At the address of a server that was stopped.
+    pub async fn at(address: SocketAddr) -> Self {
         let socket = TcpSocket::new_v4().expect("a socket");
-        socket.bind((Ipv4Addr::LOCALHOST, 0).into()).expect("a free port");
+        socket.set_reuseaddr(true).expect("it is a socket");
+        let begin = Instant::now();
+        while let Err(error) = socket.bind(address) {
+            assert!(begin.elapsed() < PATIENCE, "{error}");
+            sleep(Duration::from_millis(2)).await;
+        }
         let listener = socket.listen(1).expect("it listens");
         let address = listener.local_addr().expect("it is bound");
         let mut queue = Vec::new();
