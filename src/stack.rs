@@ -230,6 +230,8 @@ where
     let retry = writes.get_mut();
     if !effect.is_write()
         && retry.is_plain()
+        // Who gives one wants to know on which connection the call is, which only the layers note.
+        && request.context().activity().is_none()
         && let Some(local) = retry.get_ref().ready_for_read()
     {
         let lane = match &ways.lane {

@@ -20,12 +20,16 @@ const OWNER: &str = "0000000000000000000000000000002a";
 /// Tells a test that it is the process that is to be killed.
 const ROLE: &str = "GOAROUND_LEDGER_FILE";
 
+/// A call's number has a source, and 20 bits within that.
 fn id(n: u64) -> EntryId {
-    format!("{OWNER}-1-{n}").parse().unwrap()
+    format!("{OWNER}-{}-{}", 1 + (n >> 20), n & 0xf_ffff).parse().unwrap()
 }
 
 fn number(id: EntryId) -> u64 {
-    id.to_string().rsplit('-').next().unwrap().parse().unwrap()
+    let id = id.to_string();
+    let mut numbers = id.rsplit('-').map(|number| number.parse::<u64>().unwrap());
+    let (sequence, source) = (numbers.next().unwrap(), numbers.next().unwrap());
+    ((source - 1) << 20) | sequence
 }
 
 fn entry(n: u64) -> Entry {

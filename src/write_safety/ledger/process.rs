@@ -161,7 +161,7 @@ pub(super) fn servers_of(entries: &[Entry]) -> HashSet<&ServerProcess> {
 /// no longer than that. `true` if all are gone, or there are none.
 ///
 /// Before the first connection of a new run, so that no old server works beside the new one, and so that each
-/// probe of [`Resolve`](super::Resolve) runs on a connection that was made after they were gone.
+/// probe of [`Resolve`](crate::Resolve) runs on a connection that was made after they were gone.
 pub async fn servers_gone(entries: &[Entry], within: Duration) -> bool {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     let mut servers = servers_of(entries);
