@@ -30,13 +30,13 @@ use tokio::{
 };
 
 use super::{
-    Request,
+    HttpError, Request,
     evidence::judge,
     exchange::Exchange,
     session::{Lesson, Memory},
 };
 use crate::{
-    Basis, Call, CallError, Closure, Delivery, Effect, Exit, Pause, Refusal,
+    Basis, Call, CallError, Closure, Delivery, Effect, Exit, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
     event,
@@ -912,8 +912,12 @@ impl Waiting {
                     true => judged.lost_with(inner.lost(&self.exchange)),
                     false => judged,
                 };
-                if judged.scope() == crate::Scope::Connection && bytes {
-                    inner.close("the transport failed");
+                if judged.scope() == Scope::Connection && bytes {
+                    match judged.get_ref::<HttpError>() {
+                        // The user's own HTTP transport has lost its session.
+                        Some(_) => drop(inner.retire("the server does not know the session any more")),
+                        None => inner.close("the transport failed"),
+                    }
                 }
                 Poll::Ready(Err(judged))
             }
