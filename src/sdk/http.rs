@@ -818,7 +818,10 @@ impl Answering {
     /// The stream has broken: asks for what is left of it, or ends it.
     async fn resume(&mut self) {
         let abandoned = self.exchange.as_ref().is_some_and(|exchange| exchange.is_given_up());
-        let may = self.resumed < self.client.shared.resumptions && !abandoned;
+        // From 2026-07-28 on a stream that has broken is gone.
+        let may = self.resumed < self.client.shared.resumptions
+            && !abandoned
+            && !self.client.shared.inner.is_modern();
         let Some(last) = self.last_event_id.clone().filter(|_| may) else {
             self.saw(Sight::Odd(HttpErrorKind::StreamEnded, None));
             return self.end();
