@@ -15,7 +15,12 @@ use goaround::{
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
 };
-use rmcp::{ClientHandler, RoleClient, ServiceError, model::*, service::ClientLifecycleMode};
+use rmcp::{
+    ClientHandler, RoleClient, ServiceError,
+    model::*,
+    service::ClientLifecycleMode,
+    transport::{StreamableHttpClientTransport, streamable_http_client::StreamableHttpClientTransportConfig},
+};
 use serde_json::json;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -323,9 +328,14 @@ async fn what_is_known_survives_in_the_sdks_error() {
 async fn a_dropped_call_and_an_expired_one_are_cancelled_on_their_own_connection_and_on_no_other() {
     let lab = Lab::new();
     let client = lab.client("");
-    assert!(tokio::time::timeout(Duration::from_millis(50), call(&client, "hang")).await.is_err());
+    let dropped = tokio::spawn({
+        let client = client.clone();
+        async move { call(&client, "hang").await }
+    });
+    lab.until_asked("hang").await;
+    dropped.abort();
     until(|| lab.count("notifications/cancelled") == 1).await;
-    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(50));
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
     let error = client.send(limited).await.unwrap_err();
     assert_eq!(error.outcome(), Outcome::Unknown);
     until(|| lab.count("notifications/cancelled") == 2).await;
@@ -347,7 +357,8 @@ async fn a_server_that_is_silent_is_replaced_once_it_does_not_answer_a_probe() {
     let lab = Lab::new();
     let connector = lab.connector("deaf=deaf").probe_timeout(Duration::from_millis(50));
     let client = lab.stack(connector);
-    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(50));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
     assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
     until(|| client.generation().is_none() || client.peer().is_none_or(|peer| peer.is_transport_closed()))
         .await;
@@ -358,7 +369,8 @@ async fn a_server_that_is_silent_is_replaced_once_it_does_not_answer_a_probe() {
     // One that answers stays.
     let lab = Lab::new();
     let client = lab.stack(lab.connector("").probe_timeout(PATIENCE));
-    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(50));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
     assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
     until(|| lab.count("ping") == 1).await;
     assert_eq!(call(&client, "ok").await.unwrap(), "ok");
@@ -370,7 +382,8 @@ async fn a_server_that_is_silent_is_replaced_once_it_does_not_answer_a_probe() {
 async fn an_answer_without_an_id_ends_no_call_before_its_deadline_and_hurts_no_other() {
     let lab = Lab::new();
     let client = lab.client("");
-    let limited = Request::from(tool("null_id")).within(Duration::from_millis(100));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("null_id")).within(Duration::from_millis(500));
     assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
     assert_eq!(call(&client, "ok").await.unwrap(), "ok");
     assert_eq!(client.generation(), Some(1));
@@ -539,16 +552,18 @@ async fn progress_extends_an_idle_limit_up_to_the_deadline() {
             done; result worked
         }"#;
     let lab = Lab::new();
-    let client = lab.client(&format!("steps=10\n{work}"));
-    let patient = Request::from(tool("w_work")).idle(Duration::from_millis(800));
+    let client = lab.client(&format!("steps=30\n{work}"));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let patient = Request::from(tool("w_work")).idle(Duration::from_millis(2_500));
     let start = Instant::now();
     assert!(client.send(patient).await.is_ok());
-    assert!(start.elapsed() > Duration::from_millis(800));
+    assert!(start.elapsed() > Duration::from_millis(2_500));
     client.shutdown(PATIENCE).await;
 
     let lab = Lab::new();
     let client = lab.client(&format!("steps=1000\n{work}"));
-    let patient = Request::from(tool("w_work")).idle(SOON).within(Duration::from_millis(500));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let patient = Request::from(tool("w_work")).idle(SOON).within(Duration::from_millis(700));
     let error = client.send(patient).await.unwrap_err();
     assert_eq!(error.outcome(), Outcome::Unknown);
     assert!(matches!(error.cause(), Cause::Deadline));
@@ -824,4 +839,60 @@ async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call
     let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
     assert_eq!(posts, 3);
     client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_siblings() {
+    let fails = Arc::new(Mutex::new(VecDeque::from(["502 Bad Gateway", "404 Not Found"])));
+    let answer: Answer = Box::new(move |head, message| {
+        let failing = message["method"] == "tools/call" && message["params"]["name"] == "w_ok";
+        let status = if failing { fails.lock().unwrap().pop_front() } else { None };
+        let session = if head.contains("mcp-session-id: s1") { "s1" } else { "s" };
+        status.map_or_else(|| well(session, message), |status| respond(status, "", ""))
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::new((), move || {
+        let config =
+            StreamableHttpClientTransportConfig::with_uri(address.as_str()).reinit_on_expired_session(false);
+        let client = reqwest::Client::builder().pool_max_idle_per_host(0).build().unwrap();
+        Ok(StreamableHttpClientTransport::with_client(client, config))
+    });
+    let client = Lab::new().stack(connector);
+    client.ping().await.unwrap();
+    let lost = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((lost.outcome(), lost.scope()), (Outcome::Unknown, Scope::Call), "{lost:?}");
+    assert_eq!(lost.get_ref::<sdk::HttpError>().unwrap().status(), Some(502));
+    client.ping().await.unwrap();
+    assert_eq!(client.generation(), Some(1));
+    let forgotten = call(&client, "w_ok").await.unwrap_err();
+    assert!(matches!(forgotten.cause(), Cause::Evidence(goaround::Evidence::SessionUnknown)));
+    assert_eq!((forgotten.outcome(), forgotten.scope()), (Outcome::Unknown, Scope::Connection));
+    client.ping().await.unwrap();
+    assert_eq!(client.generation(), Some(2));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is() {
+    let sessions = Arc::new(Mutex::new(0));
+    let answer: Answer = Box::new(move |head, message| {
+        let mut sessions = sessions.lock().unwrap();
+        if message["method"] == "initialize" {
+            *sessions += 1;
+        }
+        let forgotten = *sessions == 1 && message["method"] == "tools/call";
+        if forgotten || head.contains("mcp-session-id: s1") && *sessions > 1 {
+            return respond("404 Not Found", "", "");
+        }
+        well(&format!("s{sessions}"), message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let rules = ToolRules::new().read_only(["ok"]);
+    let client = Lab::new().stack(Connector::http((), address).tools(rules));
+    assert_eq!(call(&client, "ok").await.unwrap(), "s2");
+    client.shutdown(PATIENCE).await;
+    let ended = asked.lock().unwrap().iter().filter(|asked| asked.starts_with("delete")).count();
+    assert_eq!(ended, 1);
 }

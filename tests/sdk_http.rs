@@ -361,16 +361,16 @@ impl Row {
         };
         let mut retry = lab::retry();
         if self.silent {
-            retry = retry.attempt_timeout(ms(300));
+            retry = retry.attempt_timeout(ms(1_000));
             if matches!(column, Column::CheckedLanded | Column::CheckedAbsent | Column::Fenceless) {
-                safety = safety.attempt_timeout(ms(300));
+                safety = safety.attempt_timeout(ms(1_000));
             }
         }
         let mut connector = http(server);
         if era == Era::Modern {
             connector = connector.lifecycle(modern());
         }
-        let stack = builder(connector).deadline(ms(if self.silent { 2_000 } else { 5_000 }));
+        let stack = builder(connector).deadline(ms(if self.silent { 4_000 } else { 10_000 }));
         stack.writes(safety).retry(retry).on_event(events.sink()).build().expect("nothing is wrong with it")
     }
 
@@ -402,7 +402,8 @@ impl Row {
         if found != expected {
             wrong.push(format!("{found:?} instead of {expected:?}; {result:?}"));
         }
-        if took > ms(3_000) {
+        // At once, or at the latest at the deadline; on a machine that has much else to do.
+        if took > ms(5_000) {
             wrong.push(format!("it took {took:?}"));
         }
         // What nobody can know is reported, once.

@@ -30,13 +30,13 @@ use tokio::{
 };
 
 use super::{
-    Request,
+    HttpError, Request,
     evidence::judge,
     exchange::Exchange,
     session::{Lesson, Memory},
 };
 use crate::{
-    Basis, Call, CallError, Closure, Delivery, Effect, Exit, Pause, Refusal,
+    Basis, Call, CallError, Closure, Delivery, Effect, Exit, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
     event,
@@ -46,6 +46,8 @@ use crate::{
 
 /// How many calls may be in flight at once.
 const MAX_IN_FLIGHT: usize = 65_536;
+/// Why a connection takes no calls any more whose session the server has forgotten.
+pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
 /// How many questions of the server hold up calls at once.
 const MAX_QUESTIONS: usize = 1024;
 /// How many calls that were given up are remembered, in case that their answers come.
@@ -64,8 +66,7 @@ const ABANDONED: &str = "nobody waits for the answer any more";
 /// A connection to an MCP server by the SDK's client. A clone shares it; it closes when the last one is dropped,
 /// with the last of its calls.
 ///
-/// Calls are given to the SDK in the order of [`tower::Service::call`], and their futures resolve with the
-/// server's answer, or with what is known without one. They have no timer: a future that is polled at or past its
+/// Calls are given to the SDK when their futures are first polled, and resolve with the server's answer, or with what is known without one. They have no timer: a future that is polled at or past its
 /// call's deadline resolves with what it knows, and whoever drops it before it has resolved has the server told
 /// (`notifications/cancelled` over this very connection, or the end of the response's stream).
 ///
@@ -912,10 +913,19 @@ impl Waiting {
                     true => judged.lost_with(inner.lost(&self.exchange)),
                     false => judged,
                 };
-                if judged.scope() == crate::Scope::Connection && bytes {
-                    inner.close("the transport failed");
+                if judged.scope() != Scope::Connection {
+                    return Poll::Ready(Err(judged));
                 }
-                Poll::Ready(Err(judged))
+                match judged.get_ref::<HttpError>() {
+                    // The session is gone, over the user's own HTTP transport too.
+                    Some(_) => drop(inner.retire(SESSION_LOST)),
+                    None => inner.close("the transport failed"),
+                }
+                let closure = inner.closure();
+                Poll::Ready(Err(match &closure {
+                    Some(closure) => judged.at_closure(closure),
+                    None => judged,
+                }))
             }
             // The SDK's task has ended, and this is how it says so.
             Err(_) => {

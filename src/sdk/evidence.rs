@@ -250,7 +250,8 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
     }
     let io = source.and_then(|source| source.downcast_ref::<std::io::Error>());
     let never_sent = io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected);
-    let judged = match (never_sent, bytes) {
+    // What is no error of a stream of bytes may be one of this call's alone, as over HTTP.
+    let judged = match (never_sent, bytes && io.is_some()) {
         // The writer was gone before.
         (true, _) => {
             let judged = CallError::not_sent(ServiceError::TransportSend(error)).connection_lost();

@@ -32,7 +32,7 @@ use sse_stream::Sse;
 use tokio::time::{sleep, timeout};
 
 use super::{
-    connection::Inner,
+    connection::{Inner, SESSION_LOST},
     evidence::{HttpErrorKind, Sight, of_status, retry_after},
     exchange::Exchange,
     sse::{Event, Parser},
@@ -511,7 +511,7 @@ impl Client {
 
     /// The session is gone: no call is given to this connection any more.
     fn lose_session(&self) -> crate::Closure {
-        self.shared.inner.retire("the server does not know the session any more")
+        self.shared.inner.retire(SESSION_LOST)
     }
 
     /// Whether the session is gone: a `ping` on it is answered with 400 or 404.

@@ -85,6 +85,11 @@
 //! A call whose future is dropped, or that has expired, is cancelled as its era has it, over the connection that it
 //! was sent on and no other.
 //!
+//! # What is logged
+//!
+//! What this crate logs holds no token, session id, argument or result. The SDK's own log (target `rmcp`) is another
+//! matter: it has session ids and notifications at `info`, and whole messages at `debug`.
+//!
 //! # TLS
 //!
 //! This feature brings none. For `https` addresses turn on one of `rmcp`'s own features, `reqwest` (rustls) or
