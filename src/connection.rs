@@ -3,7 +3,7 @@
 
 use std::{any::Any, future::Future, pin::Pin, sync::Arc};
 
-use crate::{Basis, CallError, Effect, event::Peer};
+use crate::{Basis, CallError, Effect, event::Peer, write_safety::ledger::Registrar};
 
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -55,6 +55,16 @@ pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
     let connector = connector as &dyn Any;
     let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::reaper);
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
+}
+
+/// Has a connector of this crate enter each process that it starts.
+pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) {
+    let connector = connector as &mut dyn Any;
+    if let Some(child) = connector.downcast_mut::<crate::stdio::Child>() {
+        child.register_with(registrar);
+    } else if let Some(stdio) = connector.downcast_mut::<crate::mcp::Stdio>() {
+        stdio.register_with(registrar);
+    }
 }
 
 /// What is wrong with a connector of this crate, if it is one and something is.

@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::{
     BoxError, Effect,
     error::{Closure, ServerError},
+    write_safety::ledger::EntryId,
 };
 
 /// Whom the end of an attempt concerns.
@@ -130,6 +131,13 @@ pub enum Refusal {
     Overloaded(&'static str),
     /// A probe of an effect check that is not read-only.
     NotAProbe,
+    /// An earlier write with the same conflict key is in doubt, the one that is named here and in the source, a
+    /// [`LedgerError::KeyInDoubt`](crate::write_safety::ledger::LedgerError::KeyInDoubt). Settle or forget it in
+    /// the ledger first.
+    KeyInDoubt(EntryId),
+    /// The ledger could not enter the write; the source says why, a
+    /// [`LedgerError`](crate::write_safety::ledger::LedgerError).
+    Ledger,
     /// The call asks for a page of a list by a cursor that another session handed out. Begin again with the
     /// first page.
     CursorOfAnotherSession,
@@ -152,6 +160,10 @@ impl fmt::Display for Refusal {
             Refusal::NotAProbe => {
                 f.write_str("a probe must be read-only, and the stack classifies this call as a write")
             }
+            Refusal::KeyInDoubt(id) => {
+                write!(f, "an earlier write with the same conflict key is in doubt ({id})")
+            }
+            Refusal::Ledger => f.write_str("the ledger cannot enter the write"),
             Refusal::CursorOfAnotherSession => {
                 f.write_str("the cursor is of another session; begin again with the first page")
             }
@@ -182,6 +194,9 @@ pub enum Cause {
     Evidence(Evidence),
     /// The server's own error.
     Answered(ServerError),
+    /// The server answered that an earlier attempt with the same key is still being processed
+    /// ([`KeyedAnswer::InFlight`](crate::write_safety::KeyedAnswer::InFlight)).
+    InProgress,
     /// The server answered, with more than the size limit, in bytes, allows. The answer is lost.
     AnswerTooLarge {
         /// The limit.
@@ -203,6 +218,7 @@ impl Cause {
             Cause::Refused(_) => "refused",
             Cause::Evidence(_) => "evidence",
             Cause::Answered(_) => "answered",
+            Cause::InProgress => "in_progress",
             Cause::AnswerTooLarge { .. } => "answer_too_large",
             Cause::Other => "other",
         }
@@ -220,6 +236,7 @@ impl fmt::Display for Cause {
             Cause::Refused(refusal) => refusal.fmt(f),
             Cause::Evidence(evidence) => evidence.fmt(f),
             Cause::Answered(error) => error.fmt(f),
+            Cause::InProgress => f.write_str("the server is still processing it"),
             Cause::AnswerTooLarge { limit } => write!(f, "the answer is larger than {limit} bytes"),
             Cause::Other => f.write_str("the service failed"),
         }

@@ -350,6 +350,11 @@ impl CallError {
         Self::new(Cause::AttemptTimeout, Scope::Call, Some(delivery))
     }
 
+    /// The server is still working on the call.
+    pub(crate) fn in_progress() -> Self {
+        Self::new(Cause::InProgress, Scope::Call, Some(Delivery::Ambiguous))
+    }
+
     pub(crate) fn refused(refusal: Refusal) -> Self {
         Self::new(Cause::Refused(refusal), Scope::Call, Some(Delivery::NotSent))
     }
@@ -539,8 +544,14 @@ impl fmt::Display for Happened<'_> {
             Cause::Other if self.0.outcome() == Outcome::Answered => f.write_str("an error of its own")?,
             cause => cause.fmt(f)?,
         }
-        if matches!(cause, Cause::Other | Cause::NotReady | Cause::Closed(_) | Cause::Evidence(_))
-            && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
+        if matches!(
+            cause,
+            Cause::Other
+                | Cause::NotReady
+                | Cause::Closed(_)
+                | Cause::Evidence(_)
+                | Cause::Refused(Refusal::Ledger)
+        ) && let Some(text) = source.as_deref().and_then(|source| safe_text(source))
         {
             write!(f, " ({text})")?;
         }
@@ -595,6 +606,9 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
         return Some(error.to_string());
     }
     if let Some(error) = error.downcast_ref::<crate::mcp::tasks::Unfinished>() {
+        return Some(error.to_string());
+    }
+    if let Some(error) = error.downcast_ref::<crate::write_safety::ledger::LedgerError>() {
         return Some(error.to_string());
     }
     let error = error.downcast_ref::<io::Error>()?;
@@ -657,6 +671,11 @@ impl Attempt {
             waited: Duration::ZERO,
             settled: None,
         }
+    }
+
+    /// One that nobody answered, and that no error of its own ended.
+    pub(crate) fn unanswered(cause: &'static str) -> Self {
+        Self { delivery: Delivery::Ambiguous, cause, ..Self::answered(None) }
     }
 
     pub(crate) fn is_in_doubt(&self) -> bool {

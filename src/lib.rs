@@ -74,6 +74,8 @@
 //! # }
 //! ```
 //!
+//! How to write such a check, what a fence is, and what goes wrong with checks that look right: [`guide`].
+//!
 //! # Connections
 //!
 //! - [`mcp`]: MCP servers that are child processes, in both eras of the protocol, with the session restored after
@@ -113,6 +115,7 @@ pub mod deadline;
 mod delivery;
 mod error;
 pub mod event;
+pub mod guide;
 pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;

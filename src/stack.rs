@@ -26,10 +26,10 @@ use crate::{
     WriteSafetyLayer,
     call::{effect_of, replica},
     census::{AnySeat, Census, Seat, drain},
-    connection::{Classifier, classifier_of, validate},
+    connection::{Classifier, classifier_of, register_with, validate},
     deadline,
     event::{Event, Events},
-    write_safety,
+    write_safety::{self, ledger::AnyLedger},
 };
 
 type Layers<M, Req, Res> = DeadlineService<WriteSafety<Retry<Reconnect<M>>, Req, Res>>;
@@ -181,6 +181,11 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     /// Where this stack's events go.
     pub(crate) fn events(&self) -> &Events {
         &self.seat.shared.events
+    }
+
+    /// Where the writes are entered: what is in doubt can be listed and settled there.
+    pub fn ledger(&self) -> AnyLedger {
+        self.lock().layers.get_ref().ledger()
     }
 
     /// How many calls are in flight.
@@ -613,7 +618,7 @@ where
     /// What is wrong with the configuration, by name: a zero deadline or attempt count, a command that does
     /// not exist, and the like.
     pub fn build(self) -> Result<Stack<M, Req, Res>, ConfigError> {
-        let Self { connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
+        let Self { mut connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
         let writes = writes.unwrap_or_else(WriteSafetyLayer::refuse);
         let checks = [wrong.map_or(Ok(()), Err), writes.check(), retry.check(), reconnect.check()];
         for check in checks {
@@ -632,6 +637,10 @@ where
             ),
             false => (deadline, writes, retry, reconnect),
         };
+        let number = writes.number();
+        if let Some(registrar) = writes.registrar(number) {
+            register_with(&mut connector, registrar);
+        }
         let reconnecting = reconnect.layer(connector);
         let shared = Arc::new(Shared {
             closing: AtomicBool::new(false),
@@ -641,7 +650,7 @@ where
             reconnect: ReconnectHandle::of(&reconnecting),
             events,
         });
-        let layers = deadline.layer(writes.layer(retry.layer(reconnecting)));
+        let layers = deadline.layer(writes.layer_as(number, retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))
     }
 }

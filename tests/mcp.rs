@@ -364,7 +364,7 @@ async fn a_stream_goes_on_over_a_reconnect_and_is_asked_for_once_on_each_connect
 }
 
 #[tokio::test]
-async fn a_page_is_not_replayed_onto_a_new_session() {
+async fn h15_a_page_is_not_replayed_onto_a_new_session() {
     let pages = r#"tools() { case $line in
         *cursor*) exit 1 ;;
         *) answer '{"tools":[],"nextCursor":"2"}' ;;
@@ -435,7 +435,7 @@ async fn without_trust_it_is_a_write_in_doubt() {
 }
 
 #[tokio::test]
-async fn a_replay_whose_trusted_effect_no_longer_holds_is_refused() {
+async fn h14_a_replay_whose_trusted_effect_no_longer_holds_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let server = dies_once(&dir, "hint=false").tools(ToolRules::new().trust_annotations());
     let (stack, seen) = watched(server);

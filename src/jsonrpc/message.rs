@@ -1,6 +1,6 @@
 //! The messages: what we write, and what a line that we read says.
 
-use std::{borrow::Cow, fmt, io::Write, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, fmt, io::Write, sync::Arc};
 
 use serde::{
     Deserialize, Deserializer, Serialize,
@@ -100,6 +100,19 @@ impl Request {
         self.params = params;
     }
 
+    /// Puts a text into the parameters, at that path below `first`; objects that are missing are made. `false`
+    /// if there is a value already or no place for one: then nothing has changed.
+    pub(crate) fn insert_param(&mut self, first: &str, rest: &[String], value: &str) -> bool {
+        let path: Vec<&str> = std::iter::once(first).chain(rest.iter().map(String::as_str)).collect();
+        match insert(self.raw_params(), &path, value) {
+            Some(params) => {
+                self.params = Some(Arc::from(params));
+                true
+            }
+            None => false,
+        }
+    }
+
     /// About how long its frame is.
     pub(super) fn size(&self) -> usize {
         48 + self.method.len() + self.raw_params().map_or(0, |params| params.get().len())
@@ -144,6 +157,10 @@ impl Call for Request {
     }
 
     fn try_clone(&self) -> Option<Self> {
+        Some(self.for_attempt())
+    }
+
+    fn replica(&self) -> Option<Self> {
         Some(self.for_attempt())
     }
 }
@@ -200,6 +217,19 @@ impl fmt::Debug for Response {
 
 pub(super) fn parse_params<T: DeserializeOwned>(params: Option<&RawValue>) -> Result<T, serde_json::Error> {
     serde_json::from_str(params.map_or("null", RawValue::get))
+}
+
+/// The same object with a text at that path, all else as it is written.
+fn insert(object: Option<&RawValue>, path: &[&str], value: &str) -> Option<Box<RawValue>> {
+    let object = object.map_or("null", RawValue::get);
+    let Some((step, rest)) = path.split_first() else {
+        return if object == "null" { serde_json::value::to_raw_value(value).ok() } else { None };
+    };
+    let members: Option<BTreeMap<Cow<'_, str>, &RawValue>> = serde_json::from_str(object).ok()?;
+    let mut members = members.unwrap_or_default();
+    let inner = insert(members.get(*step).copied(), rest, value)?;
+    members.insert(Cow::Borrowed(step), &inner);
+    serde_json::value::to_raw_value(&members).ok()
 }
 
 /// JSON text without line breaks, since those end a frame. In JSON they are insignificant: within a string

@@ -234,6 +234,10 @@ impl Stdio {
         self.child(|child| child.max_in_flight(calls))
     }
 
+    pub(crate) fn register_with(&mut self, registrar: crate::write_safety::ledger::Registrar) {
+        self.child.register_with(registrar);
+    }
+
     fn child(mut self, change: impl FnOnce(Child) -> Child) -> Self {
         self.child = change(self.child);
         self

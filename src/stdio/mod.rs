@@ -42,8 +42,15 @@ use crate::{
     BoxError,
     connection::{BoxFuture, Reaper},
     jsonrpc::{self, Builder, Handler, Process, Request},
+    write_safety::ledger::Registrar,
 };
 use process::{End, Grace};
+
+/// Whether the process group of that number is gone, which no child of ours need be.
+#[cfg(target_os = "linux")]
+pub(crate) fn group_is_gone(leader: u32) -> bool {
+    group::Group::of(Some(leader)).is_gone()
+}
 
 /// A connector that starts `command` for each connection.
 ///
@@ -112,6 +119,7 @@ pub struct Child {
     stderr_lines: usize,
     configure: Vec<Configure>,
     handshake: Option<Handshake>,
+    registrar: Option<Registrar>,
 }
 
 impl Child {
@@ -125,6 +133,7 @@ impl Child {
             stderr_lines: 20,
             configure: Vec::new(),
             handshake: None,
+            registrar: None,
         }
     }
 
@@ -228,6 +237,11 @@ impl Child {
         Ok(lookup::find(&command).map_err(|error| SpawnError::of(&command, error))?)
     }
 
+    /// Enters each child, before anything is sent to it.
+    pub(crate) fn register_with(&mut self, registrar: Registrar) {
+        self.registrar = Some(registrar);
+    }
+
     /// Waits, within bounds, until the child that was started last is gone.
     pub(crate) fn reaper(&self) -> Reaper {
         let last = Arc::clone(&self.last);
@@ -259,6 +273,7 @@ impl Child {
             stderr_lines: self.stderr_lines,
             configure: self.configure.clone(),
             handshake: self.handshake.clone(),
+            registrar: self.registrar.clone(),
         }
     }
 
@@ -268,6 +283,7 @@ impl Child {
         let last = self.last.clone();
         let (grace, stderr_lines, ends_effects) = (self.grace, self.stderr_lines, self.exit_ends_effects);
         let builder = with(self.builder());
+        let registrar = self.registrar.clone();
         Box::pin(async move {
             let mut last = last.lock().await;
             let overlapped = match last.as_mut() {
@@ -287,7 +303,11 @@ impl Child {
                 overlapped,
             };
             *last = Some(started.end);
-            Ok(Opened::new(builder.process(process).connect(started.pipes)))
+            let opened = Opened::new(builder.process(process).connect(started.pipes));
+            if let (Some(registrar), Some(pid)) = (registrar, started.pid) {
+                registrar.started(pid, ends_effects).await?;
+            }
+            Ok(opened)
         })
     }
 }

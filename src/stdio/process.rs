@@ -45,6 +45,7 @@ impl Grace {
 
 /// A child that was started, and the task that sees to its end.
 pub(super) struct Running {
+    pub(super) pid: Option<u32>,
     pub(super) pipes: Pipes,
     /// Resolves when the child itself has exited.
     pub(super) exited: BoxFuture<()>,
@@ -55,7 +56,8 @@ pub(super) struct Running {
 /// Starts the command with its pipes, in a group of its own.
 pub(super) fn spawn(command: &mut Command, grace: Grace, stderr_lines: usize) -> io::Result<Running> {
     let mut child = command.spawn()?;
-    let group = Group::of(child.id());
+    let pid = child.id();
+    let group = Group::of(pid);
     // From here on the group dies with whatever is dropped.
     let guard = Guard { group, armed: true };
     let (Some(stdin), Some(stdout), Some(stderr)) =
@@ -78,6 +80,7 @@ pub(super) fn spawn(command: &mut Command, grace: Grace, stderr_lines: usize) ->
     tokio::spawn(supervisor.run(closed, tell_exit));
 
     Ok(Running {
+        pid,
         pipes: Pipes { stdin: Some(stdin), stdout, _closed: tell_closed },
         exited: Box::pin(async {
             let _ = exited.await;

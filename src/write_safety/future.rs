@@ -21,8 +21,11 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tower::Service;
 
 use super::{
-    Attempted, Lane,
+    Account, Attempted, Hold, KeyedAnswer, Lane,
+    account::Closing,
     fence::{Fence, FenceBasis},
+    ledger::{LedgerError, State},
+    refused,
     settle::{self, settle},
     verdict::{Verdict, VerdictKind},
 };
@@ -48,13 +51,9 @@ where
     /// The attempt under way. Of a write, it stays here while it is in doubt.
     #[pin]
     attempt: Option<S::Future>,
-    /// Tells when the attempt has taken long enough; armed when it is first pending.
-    #[pin]
-    timer: Option<Sleep>,
     kind: Kind<S, Req, S::Response>,
 }
 
-#[expect(clippy::large_enum_variant, reason = "a box would cost each write an allocation")]
 enum Kind<S, Req, Res> {
     /// A read, on its way through; with what reports it, if this layer is the outermost.
     Passing {
@@ -64,23 +63,43 @@ enum Kind<S, Req, Res> {
         effect: Effect,
     },
     Refused(Option<CallError>),
-    Write(WriteCall<S, Req, Res>),
+    /// Behind a box, so that reads do not carry a write's state about.
+    Write(Pin<Box<Write<S, Req, Res>>>),
+    Closing(Box<Closing<Res>>),
     Done,
 }
 
-struct WriteCall<S, Req, Res> {
-    lane: Arc<Lane<S, Req, Res>>,
+#[pin_project]
+struct Write<S, Req, Res> {
+    /// Tells when the attempt has taken long enough; armed when it is first pending.
+    #[pin]
+    timer: Option<Sleep>,
+    call: WriteCall<S, Req, Res>,
+}
+
+/// What a write begins with.
+pub(super) struct Parts<S, Req, Res> {
+    pub(super) lane: Arc<Lane<S, Req, Res>>,
     /// The request, where a replay may follow.
-    kept: Option<Req>,
-    name: Cow<'static, str>,
-    effect: Effect,
-    basis: Basis,
-    call: CallId,
-    until: Until,
-    events: Events,
-    outermost: bool,
+    pub(super) kept: Option<Req>,
+    pub(super) name: Cow<'static, str>,
+    pub(super) effect: Effect,
+    pub(super) basis: Basis,
+    pub(super) call: CallId,
+    pub(super) until: Until,
     /// The attempt under way.
-    current: Attempted,
+    pub(super) current: Attempted,
+    /// On its conflict key, if it has one.
+    pub(super) hold: Option<Hold>,
+    /// Whether it carries our idempotency key.
+    pub(super) keyed: bool,
+    pub(super) account: Account,
+    pub(super) events: Events,
+    pub(super) outermost: bool,
+}
+
+struct WriteCall<S, Req, Res> {
+    parts: Parts<S, Req, Res>,
     /// This write's place among the stack's writes.
     sequence: u64,
     /// The attempts that have ended.
@@ -92,7 +111,7 @@ struct WriteCall<S, Req, Res> {
     replay: Option<Replay>,
     /// How long was waited before it.
     waited: Duration,
-    /// The attempt under way, as a verdict has settled it.
+    /// The attempt under way, that a replay is to follow.
     replaced: Option<Attempt>,
     /// The refusal that a trusted replay follows.
     refused: Option<CallError>,
@@ -109,6 +128,8 @@ struct Doubt<Res> {
     since: Instant,
     /// When the attempt ended; `None` while it may still answer.
     ended_at: Option<Instant>,
+    /// Until when the server asks not to be asked.
+    not_before: Option<Instant>,
     /// What ended it.
     error: Option<CallError>,
     settling: Option<BoxFuture<Verdict<Res>>>,
@@ -120,22 +141,38 @@ struct Doubt<Res> {
     reason: Option<Cow<'static, str>>,
 }
 
-/// On the way to another hand-over.
+/// On the way to a hand-over.
 struct Way<S, Req> {
     service: S,
     request: Req,
     wait: Option<Pin<Box<Sleep>>>,
     waited: Duration,
-    /// `None`: nothing was sent, so that it is no replay.
-    replay: Option<Replay>,
+    readied: bool,
+    errand: Errand,
+}
+
+enum Errand {
+    /// The first hand-over, once the ledger has entered the write.
+    First,
+    /// Another one of which nothing was sent before, so that it is no replay.
+    Again,
+    Replay(Replay),
 }
 
 /// Why a replay is allowed.
 #[derive(Clone)]
 enum Replay {
+    /// A check has found that the earlier attempt did not land.
     Fenced(Fence),
+    /// The server keeps our key, so that it does not matter whether it did.
+    Keyed(Fence),
+    /// The caller declared that it does not matter.
+    Idempotent,
     Trusted,
 }
+
+/// How a call ends: at once, or when its ledger has recorded it.
+type Closed<Res> = Result<Result<Res, CallError>, Box<Closing<Res>>>;
 
 /// What follows from the end of an attempt or from a verdict.
 enum Next<Res> {
@@ -154,54 +191,48 @@ where
         basis: Basis,
         effect: Effect,
     ) -> Self {
-        Self { attempt: Some(attempt), timer: None, kind: Kind::Passing { reporter, call, basis, effect } }
+        Self { attempt: Some(attempt), kind: Kind::Passing { reporter, call, basis, effect } }
     }
 
     pub(super) fn refused(error: CallError) -> Self {
-        Self { attempt: None, timer: None, kind: Kind::Refused(Some(error)) }
+        Self { attempt: None, kind: Kind::Refused(Some(error)) }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "one caller, and each is a fact of the call")]
-    pub(super) fn write(
-        attempt: S::Future,
-        lane: Arc<Lane<S, Req, S::Response>>,
-        kept: Option<Req>,
-        name: Cow<'static, str>,
-        effect: Effect,
-        basis: Basis,
-        call: CallId,
-        until: Until,
-        current: Attempted,
-        sequence: u64,
-        events: Events,
-        outermost: bool,
-    ) -> Self {
-        let write = WriteCall {
-            lane,
-            kept,
-            name,
-            effect,
-            basis,
-            call,
-            until,
-            events,
-            outermost,
-            current,
-            sequence,
-            attempts: Vec::new(),
-            polled: false,
-            timed_out: false,
-            doubt: None,
-            way: None,
-            replay: None,
+    /// A write that is handed over at once.
+    pub(super) fn write(parts: Parts<S, Req, S::Response>, hand_over: impl FnOnce(()) -> S::Future) -> Self
+    where
+        Req: Call,
+    {
+        let mut call = WriteCall::new(parts);
+        call.count_hand_over();
+        call.handing_over = true;
+        // There before the service is called: should that panic, the destructor reports the write.
+        let mut this = Self::of(call, None);
+        this.attempt = Some(hand_over(()));
+        if let Kind::Write(write) = &mut this.kind {
+            write.as_mut().project().call.handing_over = false;
+        }
+        this
+    }
+
+    /// A write that its ledger has to enter first.
+    pub(super) fn entering(parts: Parts<S, Req, S::Response>, service: S, request: Req) -> Self {
+        let mut call = WriteCall::new(parts);
+        let Parts { account, name, effect, hold, .. } = &mut call.parts;
+        account.enter(name, *effect, hold.as_ref());
+        call.way = Some(Box::new(Way {
+            service,
+            request,
+            wait: None,
             waited: Duration::ZERO,
-            replaced: None,
-            refused: None,
-            trail: None,
-            handing_over: false,
-            answered: false,
-        };
-        Self { attempt: Some(attempt), timer: None, kind: Kind::Write(write) }
+            readied: true,
+            errand: Errand::First,
+        }));
+        Self::of(call, None)
+    }
+
+    fn of(call: WriteCall<S, Req, S::Response>, attempt: Option<S::Future>) -> Self {
+        Self { attempt, kind: Kind::Write(Box::pin(Write { timer: None, call })) }
     }
 }
 
@@ -235,15 +266,27 @@ where
             }
             Kind::Refused(error) => error.take().map_or(Poll::Pending, |error| Poll::Ready(Err(error))),
             Kind::Write(write) => {
-                let result = ready!(write.poll(this.attempt.as_mut(), this.timer.as_mut(), cx));
+                let write = write.as_mut().project();
+                let result = ready!(write.call.poll(this.attempt.as_mut(), write.timer, cx));
                 // Resolved: from here on nobody abandons it.
                 this.attempt.set(None);
-                this.timer.set(None);
-                let Kind::Write(write) = mem::replace(this.kind, Kind::Done) else {
-                    unreachable!("it was one a line ago")
-                };
-                let basis = write.basis;
-                Poll::Ready(write.report(result.map_err(|error| error.judged_by(basis))))
+                let closed = write.call.close(result);
+                match closed {
+                    Ok(result) => {
+                        *this.kind = Kind::Done;
+                        Poll::Ready(result)
+                    }
+                    Err(mut closing) => {
+                        let result = closing.poll(cx);
+                        *this.kind = if result.is_pending() { Kind::Closing(closing) } else { Kind::Done };
+                        result
+                    }
+                }
+            }
+            Kind::Closing(closing) => {
+                let result = ready!(closing.poll(cx));
+                *this.kind = Kind::Done;
+                Poll::Ready(result)
             }
             Kind::Done => Poll::Pending,
         }
@@ -280,25 +323,28 @@ where
             }
 
             if attempt.is_some() && !self.timed_out {
-                if let Some(until) = self.current.until {
+                if let Some(until) = self.parts.current.until {
                     if timer.is_none() {
                         timer.set(Some(sleep_until(until)));
                     }
                     if let Some(sleep) = timer.as_mut().as_pin_mut()
-                        && self.until.poll_attempt(sleep, until, self.current.stood, cx).is_ready()
+                        && self
+                            .parts
+                            .until
+                            .poll_attempt(sleep, until, self.parts.current.stood, cx)
+                            .is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
                         // below holds up must not be sent later, when the fence has been found to hold.
                         self.timed_out = true;
-                        self.current.activity.close();
+                        self.parts.current.activity.close();
                         continue;
                     }
                 }
             } else if attempt.is_some()
                 && self.doubt.is_none()
-                && self.no_check().is_none()
                 && !self.is_over()
-                && let Next::Resolve(result) = self.enter_doubt(None)
+                && let Next::Resolve(result) = self.outlasted(cx)
             {
                 return Poll::Ready(result);
             }
@@ -335,37 +381,95 @@ where
 
     /// Why no check can be made, if none can.
     fn no_check(&self) -> Option<&'static str> {
-        match (&self.lane.config.check, &self.kept) {
+        match (&self.parts.lane.config.check, &self.parts.kept) {
             (None, _) => Some("no effect check"),
             (Some(_), None) => Some("the request cannot be cloned, so that no check could ask for it"),
             (Some(_), Some(_)) => None,
         }
     }
 
+    /// The attempt has taken too long, and may still answer.
+    fn outlasted(&mut self, cx: &mut Context<'_>) -> Next<S::Response> {
+        match self.unchecked_replay() {
+            // As long as bytes are unwritten no replay starts.
+            Some(_) if self.parts.current.activity.poll_sent(cx).is_err() => Next::Continue,
+            Some((replay, request)) => {
+                let attempt = self.kept_attempt();
+                self.replaced = Some(attempt);
+                self.replay_unchecked(replay, request, Duration::ZERO);
+                Next::Continue
+            }
+            None if self.no_check().is_none() => self.enter_doubt(None),
+            None => Next::Continue,
+        }
+    }
+
+    /// Why the write may be replayed without a check, if it may; with the request.
+    fn unchecked_replay(&self) -> Option<(Replay, Req)> {
+        if self.replay.is_some() {
+            return None;
+        }
+        let config = &self.parts.lane.config;
+        let by_key = || {
+            let window = config.key_window().filter(|_| self.parts.keyed)?;
+            let open = self.parts.account.first_sent().window_end(window).is_ok();
+            open.then(|| Replay::Keyed(Fence::deduplicated(self.parts.call, window)))
+        };
+        let idempotent = config.replay_idempotent && self.parts.effect == Effect::Idempotent;
+        let replay = by_key().or_else(|| idempotent.then_some(Replay::Idempotent))?;
+        Some((replay, self.parts.kept.as_ref().and_then(replica)?))
+    }
+
+    fn replay_unchecked(&mut self, replay: Replay, request: Req, wait: Duration) {
+        let doubt = self.begin_doubt();
+        doubt.fence = match &replay {
+            Replay::Keyed(fence) => Some(fence.clone()),
+            _ => None,
+        };
+        self.set_out(request, Errand::Replay(replay), Some(wait).filter(|wait| !wait.is_zero()));
+    }
+
+    fn begin_doubt(&mut self) -> &mut Doubt<S::Response> {
+        if let Some(hold) = &self.parts.hold {
+            hold.doubt(&self.parts.name);
+        }
+        self.doubt.get_or_insert_with(|| Box::new(Doubt::new()))
+    }
+
     /// Whether the deadline has passed.
     fn is_over(&self) -> bool {
-        self.until.is_over()
+        self.parts.until.is_over()
     }
 
     fn attempt_ended(&mut self, result: Result<S::Response, CallError>) -> Next<S::Response> {
-        let mut error = match result {
-            Ok(response) => {
+        let result = result.map_err(|error| {
+            let generation = self.parts.current.activity.generation_number();
+            error.of_call(&self.parts.name, self.parts.effect).with_attempt(generation)
+        });
+        let mut error = match (self.keyed_answer(&result), result) {
+            (Some(KeyedAnswer::Landed(response)), result) => {
+                return self.answered_landed(response, result.err());
+            }
+            (Some(KeyedAnswer::InFlight { recheck_after }), _) => {
+                self.begin_doubt().not_before = Instant::now().checked_add(recheck_after);
+                let generation = self.parts.current.activity.generation_number();
+                CallError::in_progress().of_call(&self.parts.name, self.parts.effect).with_attempt(generation)
+            }
+            (None, Ok(response)) => {
                 self.answered = true;
                 self.own_answer();
                 return Next::Resolve(Ok(response));
             }
-            Err(error) => {
-                error.of_call(&self.name, self.effect).with_attempt(self.current.activity.generation_number())
-            }
+            (None, Err(error)) => error,
         };
         if let Some(attempt) = error.attempts_mut().first_mut() {
             attempt.waited += mem::take(&mut self.waited);
         }
         let trusted = match error.cause() {
-            Cause::Evidence(evidence) => self.lane.config.trust.contains(evidence),
+            Cause::Evidence(evidence) => self.parts.lane.config.trust.contains(evidence),
             _ => false,
         };
-        let rule = error.rule(self.effect, trusted);
+        let rule = error.rule(self.parts.effect, trusted);
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
@@ -377,11 +481,11 @@ where
             };
         }
         if error.delivery() == Delivery::Ambiguous
-            && let Some(Way { replay: Some(Replay::Fenced(fence)), .. }) = self.way.as_deref()
+            && let Some(Way { errand: Errand::Replay(replay), .. }) = self.way.as_deref()
         {
-            // A verdict has settled it already, and the replay is on its way.
-            let fence = fence.clone();
-            return self.settled_before(error, rule, fence);
+            // Its replay is on its way already.
+            let replay = replay.clone();
+            return self.replaced_ended(error, rule, &replay);
         }
         match rule {
             Rule::HandOver | Rule::Return if self.was_withdrawn(&error) => self.hand_over_again(error),
@@ -398,8 +502,60 @@ where
                     None => error,
                 }))
             }
-            Rule::Check => self.in_doubt(error),
+            Rule::Check => match self.unchecked_replay() {
+                Some((replay, request)) => self.replay_after(error, replay, request),
+                None => self.in_doubt(error),
+            },
         }
+    }
+
+    /// What the server's answer to our own key says, if the caller can read it.
+    fn keyed_answer(&self, result: &Result<S::Response, CallError>) -> Option<KeyedAnswer<S::Response>> {
+        let read = self.parts.lane.config.keyed.as_ref()?.answers.as_ref().filter(|_| self.parts.keyed)?;
+        let answer = match result {
+            Ok(response) => Ok(response),
+            Err(error) if error.delivery() == Delivery::Answered => Err(error),
+            Err(_) => return None,
+        };
+        // Foreign code: if it panics the answer stands as it is.
+        catch_unwind(AssertUnwindSafe(|| read(answer))).ok().flatten()
+    }
+
+    /// The server's answer says that an earlier attempt landed.
+    fn answered_landed(
+        &mut self,
+        response: Option<S::Response>,
+        error: Option<CallError>,
+    ) -> Next<S::Response> {
+        let mut error = error.unwrap_or_else(|| {
+            let generation = self.parts.current.activity.generation_number();
+            let error = CallError::answered("the answer to the key of an earlier attempt");
+            error.of_call(&self.parts.name, self.parts.effect).with_attempt(generation)
+        });
+        for attempt in error.attempts_mut() {
+            attempt.settled = Some(Settled::Landed);
+        }
+        self.attempts.append(error.attempts_mut());
+        let doubt = self.begin_doubt();
+        doubt.verdict = Some(VerdictKind::Landed);
+        doubt.reason = Some("the server's answer to its key says so".into());
+        doubt.error = Some(error);
+        self.landed(response, false)
+    }
+
+    /// A write in doubt that needs no check is replayed.
+    fn replay_after(&mut self, mut error: CallError, replay: Replay, request: Req) -> Next<S::Response> {
+        let wait = error.retry_after().unwrap_or_default();
+        if !self.parts.until.allows(Instant::now(), wait) {
+            return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
+        }
+        let ended = error.take_attempts();
+        self.attempts.extend(ended);
+        self.replay_unchecked(replay, request, wait);
+        let doubt = self.begin_doubt();
+        doubt.ended_at = Some(Instant::now());
+        doubt.error = Some(error);
+        Next::Continue
     }
 
     /// The attempt in doubt has answered itself: the best evidence there is.
@@ -418,15 +574,17 @@ where
                 Cause::AttemptTimeout => true,
                 // A connection that is not of this crate has no other way to say it.
                 Cause::Other | Cause::Closed(_) | Cause::NotReady => {
-                    self.timed_out || self.current.until.is_some_and(|until| Instant::now() >= until)
+                    self.timed_out || self.parts.current.until.is_some_and(|until| Instant::now() >= until)
                 }
                 _ => false,
             }
     }
 
-    /// An attempt that was kept, and that a verdict has settled, has ended while its replay was on its way.
-    fn settled_before(&mut self, mut error: CallError, rule: Rule, fence: Fence) -> Next<S::Response> {
-        settle_all(error.attempts_mut(), &Settled::NotLanded(fence));
+    /// An attempt that was kept has ended while its replay was on its way.
+    fn replaced_ended(&mut self, mut error: CallError, rule: Rule, replay: &Replay) -> Next<S::Response> {
+        if let Replay::Fenced(fence) = replay {
+            settle_all(error.attempts_mut(), &Settled::NotLanded(fence.clone()));
+        }
         self.replaced = None;
         if rule == Rule::Return {
             return Next::Resolve(
@@ -460,15 +618,15 @@ where
 
     /// Nothing was sent, and the attempt's time was up: another hand-over, which is no replay.
     fn hand_over_again(&mut self, mut error: CallError) -> Next<S::Response> {
-        let request = error.take_request::<Req>().or_else(|| self.kept.as_ref().and_then(replica));
-        let in_time = self.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
+        let request = error.take_request::<Req>().or_else(|| self.parts.kept.as_ref().and_then(replica));
+        let in_time = self.parts.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
                 if self.attempts.len() < ATTEMPTS_KEPT {
                     self.attempts.append(error.attempts_mut());
                 }
-                self.set_out(request, None, None);
+                self.set_out(request, Errand::Again, None);
                 Next::Continue
             }
             Some(_) => Next::Resolve(Err(error.note("no time for another attempt before the deadline"))),
@@ -478,6 +636,9 @@ where
 
     /// What was in doubt has turned out not to be.
     fn no_doubt(&mut self) {
+        if let Some(hold) = &self.parts.hold {
+            hold.no_doubt();
+        }
         self.doubt = None;
         self.way = None;
         self.replaced = None;
@@ -486,33 +647,34 @@ where
     /// The peer refused the write before processing it, and the caller trusts that this is so.
     fn replay_trusted(&mut self, mut error: CallError) -> Next<S::Response> {
         let wait = error.retry_after().unwrap_or_default();
-        if !self.until.allows(Instant::now(), wait) {
+        if !self.parts.until.allows(Instant::now(), wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
         }
-        let Some(request) = self.kept.as_ref().and_then(replica) else {
+        let Some(request) = self.parts.kept.as_ref().and_then(replica) else {
             return Next::Resolve(Err(error.note("the request cannot be cloned")));
         };
         self.no_doubt();
         let ended = error.take_attempts();
         self.attempts.extend(ended);
         self.refused = Some(error);
-        self.set_out(request, Some(Replay::Trusted), Some(wait).filter(|wait| !wait.is_zero()));
+        self.set_out(request, Errand::Replay(Replay::Trusted), Some(wait).filter(|wait| !wait.is_zero()));
         Next::Continue
     }
 
-    fn set_out(&mut self, mut request: Req, replay: Option<Replay>, wait: Option<Duration>) {
+    fn set_out(&mut self, mut request: Req, errand: Errand, wait: Option<Duration>) {
         let trail = Arc::clone(self.trail.get_or_insert_default());
         request.context_mut().set_trail(trail);
         self.way = Some(Box::new(Way {
-            service: self.lane.spare(),
+            service: self.parts.lane.spare(),
             request,
             wait: wait.map(|wait| Box::pin(tokio::time::sleep(wait))),
             waited: wait.unwrap_or_default(),
-            replay,
+            readied: false,
+            errand,
         }));
     }
 
-    /// Hands the call over again as soon as the service is ready for it.
+    /// Hands the call over as soon as the service is ready for it, and the ledger has granted it.
     fn poll_way(
         &mut self,
         mut attempt: Pin<&mut Option<S::Future>>,
@@ -523,38 +685,61 @@ where
             ready!(wait.as_mut().poll(cx));
             way.wait = None;
         }
-        let readied = ready!(way.service.poll_ready(cx));
-        if readied.is_ok() && self.is_over() {
-            return Poll::Pending; // The caller sees to it that the deadline ends this.
+        if !way.readied {
+            let readied = ready!(way.service.poll_ready(cx));
+            if readied.is_ok() && self.parts.until.is_over() {
+                return Poll::Pending; // The caller sees to it that the deadline ends this.
+            }
+            if let Err(error) = readied {
+                self.way = None;
+                self.attempts.extend(self.replaced.take());
+                let error = CallError::not_ready(error).of_call(&self.parts.name, self.parts.effect);
+                return Poll::Ready(Err(error.with_attempt(None)));
+            }
+            way.readied = true;
+        }
+        if matches!(way.errand, Errand::Replay(_)) {
+            if !self.is_last_write() {
+                self.way = None;
+                return Poll::Ready(Err(self.another_write()));
+            }
+            self.parts.account.claim();
+        }
+        // The ledger comes last, so that what it grants is used at once.
+        let granted = ready!(self.parts.account.poll_step(cx));
+        if granted.is_ok() && self.is_over() {
+            return Poll::Pending;
         }
         let Some(way) = self.way.take() else { return Poll::Pending };
-        let Way { mut service, mut request, replay, waited, .. } = *way;
-        if let Err(error) = readied {
-            self.attempts.extend(self.replaced.take());
-            let error = CallError::not_ready(error).of_call(&self.name, self.effect);
-            return Poll::Ready(Err(error.with_attempt(None)));
+        let Way { mut service, mut request, errand, waited, .. } = *way;
+        if let Err(error) = granted {
+            return Poll::Ready(Err(self.not_granted(error, &errand)));
         }
         self.waited = waited;
         self.timed_out = false;
-        match replay {
-            None => {
-                self.current = match self.until.left(Instant::now()) {
+        match errand {
+            Errand::First => self.count_hand_over(),
+            Errand::Again => {
+                self.parts.current = match self.parts.until.left(Instant::now()) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
-                    _ => Attempted::prepare(&self.lane.config, &mut request, self.until.deadline),
+                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, self.parts.until.deadline),
                 };
-                self.sequence = self.lane.hand_over();
+                self.count_hand_over();
             }
-            Some(replay) => {
+            Errand::Replay(replay) => {
                 self.attempts.extend(self.replaced.take());
-                if !self.lane.claim_replay(self.sequence) {
-                    return Poll::Ready(Err(self.last_error().note(
-                        "not replayed: another write was handed over since; independent_writes() would \
-                         declare that they do not touch each other",
-                    )));
+                // A key counts only until the server may have forgotten it: a wait, or a slow ledger, may have
+                // outlasted it, and what is handed over now must not be sent later.
+                let end = match self.key_end(&replay) {
+                    Ok(end) => end,
+                    Err(why) => return Poll::Ready(Err(self.key_is_over(why))),
+                };
+                if !self.claim_replay() {
+                    return Poll::Ready(Err(self.another_write()));
                 }
                 if let Replay::Fenced(fence) = &replay {
-                    self.current.activity.set_replaced(fence.clone());
+                    self.parts.current.activity.set_replaced(fence.clone());
                 }
                 self.replay = Some(replay);
                 self.refused = None;
@@ -562,7 +747,7 @@ where
                     (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
                 }
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
-                self.current = Attempted::bounded(&mut request, None);
+                self.parts.current = Attempted::bounded(&mut request, end);
             }
         }
         // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
@@ -574,10 +759,63 @@ where
         Poll::Ready(Ok(()))
     }
 
+    /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.
+    fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
+        let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
+        let Some(window) = fence.window() else { return Ok(None) };
+        let end = self.parts.account.first_sent().window_end(window)?;
+        Ok(end.filter(|end| !self.parts.until.deadline.is_past(*end)))
+    }
+
+    /// The server may have forgotten the key, so that nothing is known of the write any more.
+    fn key_is_over(&mut self, why: &'static str) -> CallError {
+        self.unsettle();
+        self.last_error().note(why)
+    }
+
+    /// What a verdict said of the attempts holds no longer.
+    fn unsettle(&mut self) {
+        for attempt in &mut self.attempts {
+            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
+                attempt.settled = None;
+            }
+        }
+    }
+
+    /// Another write was handed over since the attempt that was to be replayed.
+    fn another_write(&mut self) -> CallError {
+        self.attempts.extend(self.replaced.take());
+        self.last_error().note(
+            "not replayed: another write was handed over since; independent_writes() or conflict_key(..) would \
+             declare that they do not touch each other",
+        )
+    }
+
+    /// The ledger has refused.
+    fn not_granted(&mut self, error: LedgerError, errand: &Errand) -> CallError {
+        if matches!(errand, Errand::First) {
+            return refused(error).of_call(&self.parts.name, self.parts.effect).with_attempt(None);
+        }
+        self.attempts.extend(self.replaced.take());
+        if self.parts.account.is_lost() {
+            // Whoever has it may have handed it over: that it did not land is no longer known here.
+            for attempt in &mut self.attempts {
+                if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
+                    attempt.settled = None;
+                }
+            }
+            return self
+                .last_error()
+                .note("not replayed: somebody else has settled or claimed it in the ledger");
+        }
+        self.last_error().note("not replayed: the ledger could not claim the replay")
+    }
+
     /// Starts to settle the doubt about the attempt, unless a check is under way already.
     fn enter_doubt(&mut self, error: Option<CallError>) -> Next<S::Response> {
         let is_replay = self.replay.is_some();
-        let doubt = self.doubt.get_or_insert_with(|| Box::new(Doubt::new()));
+        self.begin_doubt();
+        let Some(doubt) = &mut self.doubt else { return Next::Continue };
         if error.is_some() {
             let now = Instant::now();
             doubt.ended_at = Some(now);
@@ -592,7 +830,7 @@ where
             doubt.again = true;
             return Next::Continue;
         }
-        let Some(request) = self.kept.as_ref().and_then(replica) else {
+        let Some(request) = self.parts.kept.as_ref().and_then(replica) else {
             let why = "the request cannot be cloned again, so that no check could ask for it";
             doubt.reason = Some(why.into());
             return match doubt.ended_at {
@@ -602,16 +840,18 @@ where
         };
         doubt.checking = Arc::default();
         let facts = settle::Facts {
-            call: self.call,
+            call: self.parts.call,
             attempts: self.attempts.clone(),
             closure: doubt.error.as_ref().and_then(|error| error.closure().cloned()),
-            activity: Arc::clone(&self.current.activity),
+            activity: Arc::clone(&self.parts.current.activity),
+            first_sent: self.parts.account.first_sent().clone(),
             since: doubt.since,
+            not_before: doubt.not_before,
             ended_at: doubt.ended_at,
-            until: self.until.clone(),
+            until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
         };
-        doubt.settling = Some(Box::pin(settle(Arc::clone(&self.lane), request, facts)));
+        doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
     }
 
@@ -630,7 +870,7 @@ where
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
                     && pending
-                    && self.current.activity.poll_sent(cx).is_err();
+                    && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
                     return self.not_landed(fence, pending);
                 }
@@ -660,7 +900,7 @@ where
         }
         settle_all(&mut self.attempts, &Settled::Landed);
         // Foreign code: if it panics the result is lost, and not the report too.
-        let made = || Some((self.lane.config.landed_with.as_ref()?)(self.kept.as_ref()?));
+        let made = || Some((self.parts.lane.config.landed_with.as_ref()?)(self.parts.kept.as_ref()?));
         let response = response.map_or_else(|| catch_unwind(AssertUnwindSafe(made)), |it| Ok(Some(it)));
         Next::Resolve(match response {
             Ok(Some(response)) => Ok(response),
@@ -688,9 +928,9 @@ where
         if self.replay.is_some() {
             return Next::Resolve(Err(self.last_error().note("not replayed a second time")));
         }
-        let request = self.kept.as_ref().and_then(replica);
+        let request = self.parts.kept.as_ref().and_then(replica);
         let why = match &request {
-            Some(_) if self.until.allows(Instant::now(), wait) => None,
+            Some(_) if self.parts.until.allows(Instant::now(), wait) => None,
             Some(_) => Some("no time for another attempt before the deadline"),
             None => Some("the request cannot be cloned again"),
         };
@@ -698,14 +938,18 @@ where
             self.attempts.extend(self.replaced.take());
             return Next::Resolve(Err(self.last_error().note(why.unwrap_or_default())));
         };
-        self.set_out(request, Some(Replay::Fenced(fence)), Some(wait).filter(|wait| !wait.is_zero()));
+        self.set_out(
+            request,
+            Errand::Replay(Replay::Fenced(fence)),
+            Some(wait).filter(|wait| !wait.is_zero()),
+        );
         Next::Continue
     }
 
     /// The attempt that timed out and may still answer.
     fn kept_attempt(&mut self) -> Attempt {
         let error = CallError::attempt_timeout(Delivery::Ambiguous);
-        let mut attempt = Attempt::of(&error, self.current.activity.generation_number());
+        let mut attempt = Attempt::of(&error, self.parts.current.activity.generation_number());
         attempt.waited = mem::take(&mut self.waited);
         attempt
     }
@@ -714,22 +958,27 @@ where
     fn last_error(&mut self) -> CallError {
         let error = self.doubt.as_mut().and_then(|doubt| doubt.error.take()).or_else(|| self.refused.take());
         error.unwrap_or_else(|| {
-            CallError::attempt_timeout(Delivery::Ambiguous).of_call(&self.name, self.effect)
+            CallError::attempt_timeout(Delivery::Ambiguous).of_call(&self.parts.name, self.parts.effect)
         })
     }
 
     /// The deadline has passed: what is known so far.
     fn out_of_time(&mut self, pending: bool) -> CallError {
-        self.current.activity.close();
+        self.parts.current.activity.close();
         let reason = self.doubt.as_ref().and_then(|doubt| doubt.reason.clone());
-        if self.way.is_some() {
+        if let Some(way) = &self.way {
             self.attempts.extend(self.replaced.take());
-            let error = CallError::deadline(Delivery::NotSent).of_call(&self.name, self.effect);
-            return error.note("the deadline passed before it could be handed over again");
+            let error = CallError::deadline(Delivery::NotSent).of_call(&self.parts.name, self.parts.effect);
+            return error.note(match way.errand {
+                Errand::First => "the deadline passed before the ledger had entered it",
+                Errand::Again | Errand::Replay(_) => {
+                    "the deadline passed before it could be handed over again"
+                }
+            });
         }
         let error = if pending {
-            let error = CallError::deadline(Delivery::Ambiguous).of_call(&self.name, self.effect);
-            let mut error = error.with_attempt(self.current.activity.generation_number());
+            let error = CallError::deadline(Delivery::Ambiguous).of_call(&self.parts.name, self.parts.effect);
+            let mut error = error.with_attempt(self.parts.current.activity.generation_number());
             if let Some(attempt) = error.attempts_mut().first_mut() {
                 attempt.waited = mem::take(&mut self.waited);
             }
@@ -743,8 +992,9 @@ where
         }
     }
 
-    /// The end of the call: one report, and the attempts into the error.
-    fn report(mut self, result: Result<S::Response, CallError>) -> Result<S::Response, CallError> {
+    /// The end of the call: its entry in the ledger, one report, and the attempts into the error. Where the ledger
+    /// has to be waited for, what is left of the call is that.
+    fn close(&mut self, result: Result<S::Response, CallError>) -> Closed<S::Response> {
         let trail = self.trail.take();
         let in_between = trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
         let result = match result {
@@ -752,7 +1002,10 @@ where
                 self.attempts.extend(in_between);
                 Ok(response)
             }
-            Err(error) => Err(error.after_attempts(mem::take(&mut self.attempts))),
+            Err(error) => {
+                let error = error.judged_by(self.parts.basis);
+                Err(error.after_attempts(mem::take(&mut self.attempts)))
+            }
         };
         let outcome = result.as_ref().err().map(CallError::outcome);
         let doubtful = match &result {
@@ -764,25 +1017,28 @@ where
             }
         };
         if self.answered && (doubtful || !self.attempts.is_empty()) {
-            let mut attempt = Attempt::answered(self.current.activity.generation_number());
+            let mut attempt = Attempt::answered(self.parts.current.activity.generation_number());
             attempt.waited = self.waited;
             self.attempts.push(attempt);
         }
-        if doubtful && !self.current.activity.is_taken_over() {
+        let reason = match (self.doubt.as_ref().and_then(|doubt| doubt.reason.clone()), &result) {
+            (Some(reason), _) => Some(reason.into_owned()),
+            (None, Err(error)) if doubtful => error.notes().last().map(str::to_owned),
+            (None, _) => None,
+        };
+        // First the ledger: whoever is told of the doubt finds it there.
+        let state = self.state(&result, reason.as_deref());
+        let step = self.enter_end(&state);
+        if doubtful && !self.parts.current.activity.is_taken_over() {
             let attempts = match &result {
                 Ok(_) => self.attempts.clone(),
                 Err(error) => error.attempts().to_vec(),
             };
-            let reason = match (self.doubt.as_ref().and_then(|doubt| doubt.reason.clone()), &result) {
-                (Some(reason), _) => Some(reason.into_owned()),
-                (None, Err(error)) => error.notes().last().map(str::to_owned),
-                (None, Ok(_)) => None,
-            };
-            self.events.emit(Event::InDoubt(&DoubtReport {
-                call: self.call,
-                method: self.name.clone().into_owned(),
-                effect: self.effect,
-                basis: self.basis,
+            self.parts.events.emit(Event::InDoubt(&DoubtReport {
+                call: self.parts.call,
+                method: self.parts.name.clone().into_owned(),
+                effect: self.parts.effect,
+                basis: self.parts.basis,
                 attempts,
                 verdict: self.doubt.as_ref().and_then(|doubt| doubt.verdict),
                 reason,
@@ -794,22 +1050,105 @@ where
         match &result {
             Ok(_) if self.attempts.len() > 1 => {
                 let attempts = mem::take(&mut self.attempts);
-                self.events.emit(Event::Call(&self.call_report(attempts, None)));
+                self.parts.events.emit(Event::Call(&self.call_report(attempts, None)));
             }
-            Err(error) if self.outermost => self.events.failed(Some(self.call), self.basis, error),
+            Err(error) if self.parts.outermost => {
+                self.parts.events.failed(Some(self.parts.call), self.parts.basis, error);
+            }
             Ok(_) | Err(_) => {}
         }
-        result
+        match step {
+            None => Ok(result),
+            Some(step) => {
+                let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
+                Err(Box::new(self.parts.account.closing(step, state, result, hold, until)))
+            }
+        }
     }
 }
 
 impl<S, Req, Res> WriteCall<S, Req, Res> {
+    fn new(parts: Parts<S, Req, Res>) -> Self {
+        Self {
+            parts,
+            sequence: 0,
+            attempts: Vec::new(),
+            polled: false,
+            timed_out: false,
+            doubt: None,
+            way: None,
+            replay: None,
+            waited: Duration::ZERO,
+            replaced: None,
+            refused: None,
+            trail: None,
+            handing_over: false,
+            answered: false,
+        }
+    }
+
+    /// It is handed over for the first time, or anew since nothing of it was sent. Counted only where somebody
+    /// may ask.
+    fn count_hand_over(&mut self) {
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        match &mut self.parts.hold {
+            Some(hold) => hold.hand_over(),
+            None if config.may_replay() && !config.independent_writes => {
+                self.sequence = shared.conflicts.hand_over();
+            }
+            None => {}
+        }
+    }
+
+    /// Whether no write that touches it was handed over since.
+    fn is_last_write(&self) -> bool {
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        config.independent_writes
+            || match &self.parts.hold {
+                Some(hold) => hold.is_last(),
+                None => shared.conflicts.is_last(self.sequence),
+            }
+    }
+
+    /// Claims the replay: `false` if a write that touches it was handed over since.
+    fn claim_replay(&mut self) -> bool {
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        config.independent_writes
+            || match &mut self.parts.hold {
+                Some(hold) => hold.claim(),
+                None => shared.conflicts.claim(self.sequence),
+            }
+    }
+
+    /// What the ledger says of the write from now on.
+    fn state(&self, result: &Result<Res, CallError>, reason: Option<&str>) -> State {
+        let by_check = || State::Landed { by: "check".to_owned() };
+        let error = match result {
+            Ok(_) if self.answered => return State::Answered,
+            Ok(_) => return by_check(),
+            Err(error) => error,
+        };
+        match error.outcome() {
+            Outcome::DoneResultLost => by_check(),
+            Outcome::Answered if !error.may_have_landed() => State::Answered,
+            Outcome::NotDone => not_landed(error.attempts(), error.cause().name()),
+            _ => State::InDoubt { reason: reason.unwrap_or(error.cause().name()).to_owned() },
+        }
+    }
+
+    fn enter_end(&mut self, state: &State) -> Option<BoxFuture<Result<u64, LedgerError>>> {
+        let Parts { account, lane, name, effect, hold, current, .. } = &mut self.parts;
+        // Another layer, further in, keeps what it reports.
+        let memory = lane.shared.ledger.memory().filter(|_| !current.activity.is_taken_over());
+        account.close(state, memory, name, *effect, hold.as_ref())
+    }
+
     fn call_report(&self, attempts: Vec<Attempt>, outcome: Option<Outcome>) -> CallReport {
         CallReport {
-            call: Some(self.call),
-            method: self.name.clone().into_owned(),
-            effect: self.effect,
-            basis: self.basis,
+            call: Some(self.parts.call),
+            method: self.parts.name.clone().into_owned(),
+            effect: self.parts.effect,
+            basis: self.parts.basis,
             attempts,
             outcome,
             notes: Vec::new(),
@@ -818,22 +1157,37 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     /// The caller went away. `pending` says whether an attempt may still be with the server.
     fn abandon(&mut self, pending: bool) {
-        self.current.activity.close();
-        let settled = self.replaced.is_some();
-        self.attempts.extend(self.replaced.take());
-        let in_doubt = pending && !settled && !self.current.activity.was_withdrawn();
+        self.parts.current.activity.close();
+        let replaced = self.replaced.take();
+        let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
+        self.attempts.extend(replaced);
         if in_doubt || self.handing_over {
-            let mut attempt = Attempt::answered(self.current.activity.generation_number());
-            attempt.delivery = Delivery::Ambiguous;
-            attempt.cause = "abandoned";
+            let mut attempt = Attempt::unanswered("abandoned");
+            attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
-        if self.attempts.iter().any(Attempt::is_in_doubt) && !self.current.activity.is_taken_over() {
+        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
+        let state = match in_doubt {
+            true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
+            false => not_landed(&self.attempts, "abandoned"),
+        };
+        self.parts.account.interrupt();
+        let _ = self.enter_end(&state);
+        if in_doubt && !self.parts.current.activity.is_taken_over() {
             let attempts = mem::take(&mut self.attempts);
             let report = self.call_report(attempts, Some(Outcome::Unknown));
-            self.events.emit(Event::Abandoned(&report));
+            self.parts.events.emit(Event::Abandoned(&report));
         }
     }
+}
+
+/// Not landed: by the fence that says so, or since nothing of it was sent or processed.
+fn not_landed(attempts: &[Attempt], why: &str) -> State {
+    let fence = attempts.iter().rev().find_map(|attempt| match &attempt.settled {
+        Some(Settled::NotLanded(fence)) => Some(fence),
+        _ => None,
+    });
+    fence.map_or_else(|| State::not_done(why), State::by_fence)
 }
 
 /// Settles every attempt that is in doubt.
@@ -848,6 +1202,7 @@ impl<Res> Doubt<Res> {
         Self {
             since: Instant::now(),
             ended_at: None,
+            not_before: None,
             error: None,
             settling: None,
             checking: Arc::default(),
@@ -870,7 +1225,7 @@ where
             // The attempt goes first: its connection marks whether it could still be withdrawn.
             let pending = this.attempt.is_some();
             this.attempt.set(None);
-            write.abandon(pending);
+            write.as_mut().project().call.abandon(pending);
         }
     }
 }

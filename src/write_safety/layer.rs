@@ -1,11 +1,19 @@
 //! The layer and its options.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
 
 use tower::Layer;
 
 use super::{
-    Config, WriteSafety,
+    Config, KeyedWrites, WallClock, WriteSafety,
+    ledger::{AnyLedger, Ledger, Registrar},
     verdict::{DynCheck, EffectCheck, Erased},
 };
 use crate::{
@@ -62,6 +70,13 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
             trust: Vec::new(),
             landed_with: None,
             independent_writes: false,
+            replay_idempotent: false,
+            conflict_key: None,
+            keyed: None,
+            arguments: None,
+            ledger: None,
+            max_rechecks: 32,
+            clock: WallClock::default(),
             classify: None,
             wrong: None,
         };
@@ -125,10 +140,86 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     }
 
     /// Declares that the writes of this stack do not touch each other. Without it a replay is refused if any
-    /// other write was handed over since the first attempt, since it would then land on top of that one.
+    /// other write was handed over since the first attempt, since it would then land on top of that one. See
+    /// [`conflict_key`](Self::conflict_key) for writes that do.
     #[must_use]
     pub fn independent_writes(self) -> Self {
         self.set(None, |config| config.independent_writes = true)
+    }
+
+    /// Says what a write touches: the account, the file, the row. Two writes with the same key touch each other,
+    /// and one for which this says `None` touches every other.
+    ///
+    /// A replay is refused if a write that touches it was handed over since the first attempt. While a write is
+    /// in doubt, also after its call has ended as unknown or abandoned, later writes with its key fail at once
+    /// with [`Refusal::KeyInDoubt`](crate::Refusal::KeyInDoubt), and nothing of them is sent, until it is settled
+    /// or forgotten in the [ledger](Self::ledger): the lost write might still land on top of them.
+    ///
+    /// The key stands in the ledger as it is made here. It is compared as text.
+    ///
+    /// ```
+    /// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::ledger::MemoryLedger};
+    ///
+    /// let ledger = MemoryLedger::new(); // to settle what blocks a key
+    /// let _layer = WriteSafetyLayer::<Request, Response>::refuse().ledger(ledger.clone()).conflict_key(
+    ///     |request: &Request| {
+    ///         let params: serde_json::Value = request.params().ok()?;
+    ///         params["arguments"]["account"].as_str().map(str::to_owned)
+    ///     },
+    /// );
+    /// ```
+    #[must_use]
+    pub fn conflict_key<K: fmt::Display>(
+        self,
+        key: impl Fn(&Req) -> Option<K> + Send + Sync + 'static,
+    ) -> Self {
+        let key = move |request: &Req| key(request).map(|key| key.to_string());
+        self.set(None, |config| config.conflict_key = Some(Arc::new(key)))
+    }
+
+    /// Replays writes in doubt that are [`Effect::Idempotent`] once without a check. It declares that an earlier
+    /// copy that lands later does no harm either; another write that was handed over since the first attempt
+    /// still forbids the replay.
+    #[must_use]
+    pub fn replay_idempotent(self) -> Self {
+        self.set(None, |config| config.replay_idempotent = true)
+    }
+
+    /// Puts idempotency keys into the writes. See [`KeyedWrites`].
+    #[must_use]
+    pub fn keyed(self, keyed: KeyedWrites<Req, Res>) -> Self {
+        let zero = keyed.window.is_some_and(|window| window.is_zero());
+        let wrong = zero.then_some("WriteSafetyLayer: honoured_for must not be zero");
+        self.set(wrong, |config| config.keyed = Some(keyed))
+    }
+
+    /// Where each write is entered before its first byte: a [`MemoryLedger`](super::ledger::MemoryLedger) of the
+    /// service's own by default. Keep a clone of what you give, to list and settle what is in doubt, or ask
+    /// [`Stack::ledger`](crate::Stack::ledger).
+    #[must_use]
+    pub fn ledger(self, ledger: impl Ledger) -> Self {
+        self.set(None, |config| config.ledger = Some(AnyLedger::new(ledger)))
+    }
+
+    /// Keeps of each write's arguments in the ledger what that function says, so that the request can be made
+    /// again and a check can run after a restart. Nothing by default: arguments may hold secrets.
+    #[must_use]
+    pub fn keep_arguments(self, arguments: impl Fn(&Req) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.set(None, |config| config.arguments = Some(Arc::new(arguments)))
+    }
+
+    /// How often a check that says [in flight](super::InDoubt::in_flight) is asked again, within the deadline;
+    /// 32 times by default. One that says [partial](super::InDoubt::partial) is asked again too, after 100 ms,
+    /// 200 ms and so on, at most 4 times: what has begun may yet be done to its end, and is never replayed.
+    #[must_use]
+    pub fn max_rechecks(self, rechecks: u32) -> Self {
+        self.set(None, |config| config.max_rechecks = rechecks)
+    }
+
+    /// The wall clock, by which keys' windows end and the ledger's times are written; the system's by default.
+    #[must_use]
+    pub fn wall_clock(self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
+        self.set(None, |config| config.clock = WallClock::new(clock))
     }
 
     /// Says what effect a request has; `None` keeps the request's own. What it says is stamped on the call,
@@ -174,6 +265,23 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         self
     }
 
+    /// A number for another service, by which its writes are told from those of others in the ledger.
+    pub(crate) fn number(&self) -> u64 {
+        static SERVICES: AtomicU64 = AtomicU64::new(1);
+        SERVICES.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// What enters the server processes of that service; none where the ledger does not outlive them.
+    pub(crate) fn registrar(&self, number: u64) -> Option<Registrar> {
+        let ledger = self.config.ledger.clone().filter(|ledger| ledger.memory().is_none());
+        ledger.map(|ledger| Registrar::new(ledger, number))
+    }
+
+    /// The service of that number.
+    pub(crate) fn layer_as<S>(&self, number: u64, inner: S) -> WriteSafety<S, Req, Res> {
+        WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone(), number)
+    }
+
     /// What makes no sense in the options, if something does.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         self.config.wrong.map_or(Ok(()), Err)
@@ -203,6 +311,13 @@ impl<Req, Res> Config<Req, Res> {
             trust: self.trust.clone(),
             landed_with: self.landed_with.clone(),
             independent_writes: self.independent_writes,
+            replay_idempotent: self.replay_idempotent,
+            conflict_key: self.conflict_key.clone(),
+            keyed: self.keyed.clone(),
+            arguments: self.arguments.clone(),
+            ledger: self.ledger.clone(),
+            max_rechecks: self.max_rechecks,
+            clock: self.clock.clone(),
             classify: self.classify.clone(),
             wrong: self.wrong,
         }
@@ -219,7 +334,7 @@ impl<S, Req, Res> Layer<S> for WriteSafetyLayer<Req, Res> {
     type Service = WriteSafety<S, Req, Res>;
 
     fn layer(&self, inner: S) -> WriteSafety<S, Req, Res> {
-        WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone())
+        self.layer_as(self.number(), inner)
     }
 }
 
@@ -232,6 +347,10 @@ impl<Req, Res> fmt::Debug for WriteSafetyLayer<Req, Res> {
             .field("quarantine", &self.config.quarantine)
             .field("trust", &self.config.trust)
             .field("independent_writes", &self.config.independent_writes)
+            .field("conflict_key", &self.config.conflict_key.is_some())
+            .field("replay_idempotent", &self.config.replay_idempotent)
+            .field("keyed", &self.config.keyed)
+            .field("ledger", &self.config.ledger)
             .finish_non_exhaustive()
     }
 }

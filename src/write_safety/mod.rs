@@ -22,34 +22,44 @@
 //! leaves the report to it. A write whose future is dropped after it was handed over is reported as
 //! [`Event::Abandoned`](crate::Event::Abandoned).
 
+mod account;
+mod conflicts;
 mod fence;
 mod future;
+mod keyed;
 mod layer;
+pub mod ledger;
+mod resolve;
 mod settle;
 mod verdict;
 
 use std::{
-    fmt,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    fmt, mem,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use tokio::{sync::Semaphore, time::Instant};
 use tower::Service;
 
-use self::verdict::DynCheck;
+use self::{
+    account::Account,
+    conflicts::{Conflicts, Hold},
+    future::Parts,
+    ledger::{AnyLedger, EntryId, LedgerError},
+    verdict::DynCheck,
+};
 pub use self::{
     fence::{Fence, FenceBasis},
     future::ResponseFuture,
+    keyed::{KeyedAnswer, KeyedWrites},
     layer::WriteSafetyLayer,
+    resolve::{Resolve, Resolved},
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},
 };
 use crate::{
-    Activity, Basis, Call, CallError, Deadline, Effect, Evidence, Refusal,
+    Activity, Basis, Call, CallError, CallId, Deadline, Effect, Evidence, Refusal,
     call::{CallIds, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
@@ -65,24 +75,88 @@ struct Config<Req, Res> {
     trust: Vec<Evidence>,
     landed_with: Option<Arc<LandedWith<Req, Res>>>,
     independent_writes: bool,
+    replay_idempotent: bool,
+    conflict_key: Option<Arc<TextOf<Req>>>,
+    keyed: Option<KeyedWrites<Req, Res>>,
+    arguments: Option<Arc<TextOf<Req>>>,
+    ledger: Option<AnyLedger>,
+    max_rechecks: u32,
+    clock: WallClock,
     classify: Option<Classifier<Req>>,
     wrong: Option<&'static str>,
 }
 
 type LandedWith<Req, Res> = dyn Fn(&Req) -> Res + Send + Sync;
 
+type TextOf<Req> = dyn Fn(&Req) -> Option<String> + Send + Sync;
+
 impl<Req, Res> Config<Req, Res> {
     /// Whether some end of an attempt may lead to a replay, so that the request is worth keeping.
     fn may_replay(&self) -> bool {
-        self.check.is_some() || !self.trust.is_empty()
+        self.may_settle() || !self.trust.is_empty()
+    }
+
+    /// Whether a doubt may be settled, so that it should arise while there is time left for that.
+    fn may_settle(&self) -> bool {
+        self.check.is_some() || self.replay_idempotent || self.key_window().is_some()
+    }
+
+    /// How long the server keeps the keys that this layer puts.
+    fn key_window(&self) -> Option<Duration> {
+        self.keyed.as_ref().and_then(|keyed| keyed.window)
+    }
+}
+
+/// The one source of wall time.
+#[derive(Clone, Default)]
+struct WallClock(Option<Arc<dyn Fn() -> SystemTime + Send + Sync>>);
+
+impl WallClock {
+    fn new(clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(clock)))
+    }
+
+    fn now(&self) -> SystemTime {
+        self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
+    }
+}
+
+/// When a write was handed over first, by both clocks: the monotonic one may stand still while the machine
+/// sleeps, and the wall's may be set.
+#[derive(Clone)]
+struct FirstSent {
+    at: Instant,
+    wall: SystemTime,
+    clock: WallClock,
+}
+
+impl FirstSent {
+    fn now(clock: &WallClock) -> Self {
+        Self { at: Instant::now(), wall: clock.now(), clock: clock.clone() }
+    }
+
+    /// When a key that the server keeps for so long is gone, if it is not already, or may be.
+    fn window_end(&self, window: Duration) -> Result<Option<Instant>, &'static str> {
+        const OVER: &str = "not replayed: the time is over for which the server keeps the key";
+        let now = Instant::now();
+        let by_wall = self.clock.now().duration_since(self.wall);
+        let by_wall =
+            by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
+        let passed = by_wall.max(now.saturating_duration_since(self.at));
+        match window.checked_sub(passed) {
+            Some(left) if !left.is_zero() => Ok(now.checked_add(left)),
+            _ => Err(OVER),
+        }
     }
 }
 
 /// What all clones of a service share.
 struct Shared {
     checks: Semaphore,
-    /// How many hand-overs of writes there were. Counted only where somebody may ask.
-    writes: AtomicU64,
+    conflicts: Arc<Conflicts>,
+    ledger: AnyLedger,
+    /// This service's number, which tells its writes in the ledger from those of others.
+    stack: u64,
 }
 
 /// What one clone of a service and its calls share: a reference count of their own.
@@ -111,9 +185,13 @@ pub struct WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req, Res> WriteSafety<S, Req, Res> {
-    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events) -> Self {
-        let shared =
-            Arc::new(Shared { checks: Semaphore::new(config.max_checks.max(1)), writes: AtomicU64::new(0) });
+    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events, stack: u64) -> Self {
+        let shared = Arc::new(Shared {
+            checks: Semaphore::new(config.max_checks.max(1)),
+            conflicts: Arc::default(),
+            ledger: config.ledger.clone().unwrap_or_default(),
+            stack,
+        });
         Self { inner, config, shared, lane: None, events, ids: CallIds::default() }
     }
 
@@ -125,6 +203,11 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
     /// The inner service.
     pub fn into_inner(self) -> S {
         self.inner
+    }
+
+    /// Where the writes are entered.
+    pub fn ledger(&self) -> AnyLedger {
+        self.shared.ledger.clone()
     }
 }
 
@@ -190,7 +273,39 @@ where
             outer.take_over();
         }
         context.set_guarded(self.config.may_replay());
+        match self.begin(request, call, effect, basis, outermost) {
+            Ok(future) => future,
+            Err(error) => ResponseFuture::refused(error),
+        }
+    }
+}
 
+impl<S, Req> WriteSafety<S, Req, S::Response>
+where
+    Req: Call + Send + 'static,
+    S: Service<Req, Error = CallError> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Response: Send + 'static,
+{
+    /// Hands a write over, or enters it in a ledger that has to be waited for.
+    fn begin(
+        &mut self,
+        mut request: Req,
+        call: CallId,
+        effect: Effect,
+        basis: Basis,
+        outermost: bool,
+    ) -> Result<ResponseFuture<S, Req>, CallError> {
+        let id = EntryId::of(call);
+        let keyed = match &self.config.keyed {
+            Some(keyed) => (keyed.put)(&mut request, &id.to_string()),
+            None => false,
+        };
+        let key = self.config.conflict_key.as_ref().and_then(|key| key(&request));
+        let hold = match key {
+            Some(key) => Some(self.admit(&request, effect, id, key)?),
+            None => None,
+        };
         let lane = Arc::clone(self.lane.get_or_insert_with(|| {
             Arc::new(Lane {
                 config: Arc::clone(&self.config),
@@ -198,37 +313,58 @@ where
                 spare: Mutex::new(self.inner.clone()),
             })
         }));
-        let events = match request.context().events.is_set() {
-            true => request.context().events.share(),
+        let context = request.context();
+        let events = match context.events.is_set() {
+            true => context.events.share(),
             false => self.events.share(),
         };
-        let name = request.name();
-        let until = request.context().until().clone();
-        let attempt = Attempted::prepare(&self.config, &mut request, until.deadline);
+        let until = context.until().clone();
+        let arguments = self.config.arguments.as_ref().and_then(|arguments| arguments(&request));
+        let account = Account::new(id, arguments, &self.shared, &self.config.clock);
+        let current = Attempted::prepare(&self.config, &mut request, until.deadline);
         let kept = if self.config.may_replay() { replica(&request) } else { None };
-        let sequence = lane.hand_over();
-        let future = self.inner.call(request);
-        ResponseFuture::write(
-            future, lane, kept, name, effect, basis, call, until, attempt, sequence, events, outermost,
-        )
+        let parts = Parts {
+            lane,
+            kept,
+            name: request.name(),
+            effect,
+            basis,
+            call,
+            until,
+            current,
+            hold,
+            keyed,
+            account,
+            events,
+            outermost,
+        };
+        Ok(if self.shared.ledger.memory().is_some() {
+            ResponseFuture::write(parts, |_| self.inner.call(request))
+        } else {
+            // The service that is ready stays so until the ledger has answered.
+            let spare = self.inner.clone();
+            ResponseFuture::entering(parts, mem::replace(&mut self.inner, spare), request)
+        })
+    }
+
+    /// Whether a write with that conflict key may be handed over.
+    fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
+        let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
+        if let Some(memory) = self.shared.ledger.memory() {
+            memory.admit(&key).map_err(refuse)?;
+        }
+        let conflicts = &self.shared.conflicts;
+        conflicts.enter(key.into(), id).map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))
     }
 }
 
-impl<S, Req, Res> Lane<S, Req, Res> {
-    /// Counts a write that is handed over; its number in the stack.
-    fn hand_over(&self) -> u64 {
-        match self.config.may_replay() && !self.config.independent_writes {
-            true => self.shared.writes.fetch_add(1, Ordering::AcqRel) + 1,
-            false => 0,
-        }
-    }
-
-    /// Claims the replay of the write with that number: `false` if another write was handed over since.
-    fn claim_replay(&self, sequence: u64) -> bool {
-        let writes = &self.shared.writes;
-        self.config.independent_writes
-            || writes.compare_exchange(sequence, sequence + 1, Ordering::AcqRel, Ordering::Acquire).is_ok()
-    }
+/// The refusal of a write that cannot be entered.
+fn refused(error: LedgerError) -> CallError {
+    let refusal = match &error {
+        LedgerError::KeyInDoubt { id, .. } => Refusal::KeyInDoubt(*id),
+        _ => Refusal::Ledger,
+    };
+    CallError::refused(refusal).caused_by(error)
 }
 
 /// An attempt's own time and marks. Each hand-over gets its own.
@@ -242,11 +378,12 @@ struct Attempted {
 }
 
 impl Attempted {
-    /// Gives the request what its attempt needs: by default, with a check, half of the time left.
+    /// Gives the request what its attempt needs: by default half of the time left, where a doubt may be settled
+    /// in the other half.
     fn prepare<Req: Call, Res>(config: &Config<Req, Res>, request: &mut Req, deadline: Deadline) -> Self {
-        let until = match (config.attempt_timeout, &config.check, deadline.instant()) {
+        let until = match (config.attempt_timeout, config.may_settle(), deadline.instant()) {
             (Some(timeout), _, _) => Instant::now().checked_add(timeout),
-            (None, Some(_), Some(at)) => {
+            (None, true, Some(at)) => {
                 let now = Instant::now();
                 now.checked_add(at.saturating_duration_since(now) / 2)
             }

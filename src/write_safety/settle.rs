@@ -13,12 +13,15 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, sleep_until, timeout_at},
+};
 
 use super::{
-    Lane,
+    FirstSent, Lane,
     fence::{Fence, FenceBasis},
-    verdict::{InDoubt, Probe, ProbeLog, Verdict},
+    verdict::{DynCheck, InDoubt, Probe, ProbeLog, Verdict},
 };
 use crate::{
     Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal, call::effect_of,
@@ -27,6 +30,9 @@ use crate::{
 
 /// How long the layer waits at least before it asks a check again.
 const LEAST_RECHECK: Duration = Duration::from_millis(10);
+/// How often a check that found a write applied in part is asked again at most, and when first.
+const PARTIAL_RECHECKS: u32 = 4;
+const FIRST_PARTIAL_RECHECK: Duration = Duration::from_millis(100);
 /// How long a process's end, or a request's last byte, is waited for where no deadline says.
 const REAPING: Duration = Duration::from_secs(60);
 
@@ -36,8 +42,11 @@ pub(super) struct Facts {
     pub(super) attempts: Vec<Attempt>,
     pub(super) closure: Option<Closure>,
     pub(super) activity: Arc<Activity>,
+    pub(super) first_sent: FirstSent,
     /// When the doubt arose: the attempt ended or timed out.
     pub(super) since: Instant,
+    /// Until when the server asks to be left alone.
+    pub(super) not_before: Option<Instant>,
     /// When the attempt ended, if it has: none of its bytes was sent later.
     pub(super) ended_at: Option<Instant>,
     pub(super) until: Until,
@@ -60,66 +69,118 @@ where
     let Some(check) = &config.check else {
         return Verdict::Unknown("no effect check is configured".into());
     };
-    let fence = find_fence(&facts, config.quarantine).await;
-    let (fence, gone_at, without_fence) = match fence {
-        Ok((fence, gone_at)) => (Some(fence), gone_at, Cow::Borrowed("")),
-        Err(why) => (None, None, why),
+    let held = find_fence(&facts, config.quarantine).await;
+    if let Some(not_before) = facts.not_before {
+        sleep_until(not_before).await;
+    }
+    let asking = Asking {
+        check: Arc::clone(check),
+        probe: Arc::<Lane<S, Req, Res>>::clone(&lane),
+        checks: &lane.shared.checks,
+        check_timeout: config.check_timeout,
+        max_rechecks: config.max_rechecks,
     };
+    asking.verdict(request, &facts, held).await
+}
 
-    loop {
-        // No more than so many checks at once: an outage puts every write in doubt at the same time.
-        let Ok(permit) = lane.shared.checks.acquire().await else {
-            return Verdict::Unknown("the checks are shut down".into());
+/// The fence that holds and, of a process, since when; or why none does.
+pub(super) type Held = Result<(Fence, Option<Instant>), Cow<'static, str>>;
+
+/// What asks a check.
+pub(super) struct Asking<'a, Req, Res> {
+    pub(super) check: Arc<dyn DynCheck<Req, Res>>,
+    pub(super) probe: Arc<dyn Probe<Req, Res>>,
+    pub(super) checks: &'a Semaphore,
+    pub(super) check_timeout: Option<Duration>,
+    pub(super) max_rechecks: u32,
+}
+
+impl<Req, Res> Asking<'_, Req, Res>
+where
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    /// Asks the check, and asks again where it says so.
+    pub(super) async fn verdict(self, request: Req, facts: &Facts, held: Held) -> Verdict<Res> {
+        let (fence, gone_at, without_fence) = match held {
+            Ok((fence, gone_at)) => (Some(fence), gone_at, Cow::Borrowed("")),
+            Err(why) => (None, None, why),
         };
-        facts.checking.store(true, Ordering::Relaxed);
-        // What such a check finds absent may leave while it looks.
-        let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
-        let now = Instant::now();
-        let until = check_until(config.check_timeout, facts.until.at(now), now);
-        let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
-        let Some(mut copy) = crate::call::replica(&request) else {
-            return Verdict::Unknown("the request cannot be cloned".into());
-        };
-        let context = copy.context().to_be_seen();
-        *copy.context_mut() = context;
-        let probe: Arc<dyn Probe<Req, Res>> = Arc::<Lane<S, Req, Res>>::clone(&lane);
-        let doubt = InDoubt {
-            request: copy,
-            call: facts.call,
-            attempts: facts.attempts.clone(),
-            closure: facts.closure.clone(),
-            fence: fence.clone(),
-            without_fence: without_fence.clone(),
-            probe,
-            log: Arc::clone(&log),
-        };
-        let check = Arc::clone(check);
-        // The call that makes the future is foreign code too.
-        let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
-        drop(permit);
-        match examine(verdict, facts.call, fence.as_ref(), &log) {
-            Verdict::InFlight { recheck_after } if facts.until.allows(Instant::now(), recheck_after) => {
+        let mut asked = 0;
+        let mut partial = false;
+        loop {
+            // No more than so many checks at once: an outage puts every write in doubt at the same time.
+            let Ok(permit) = self.checks.acquire().await else {
+                return Verdict::Unknown("the checks are shut down".into());
+            };
+            facts.checking.store(true, Ordering::Relaxed);
+            // What such a check finds absent may leave while it looks.
+            let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
+            let now = Instant::now();
+            let until = check_until(self.check_timeout, facts.until.at(now), now);
+            let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
+            let Some(mut copy) = crate::call::replica(&request) else {
+                return Verdict::Unknown("the request cannot be cloned".into());
+            };
+            let context = copy.context().to_be_seen();
+            *copy.context_mut() = context;
+            let doubt = InDoubt {
+                request: copy,
+                call: facts.call,
+                attempts: facts.attempts.clone(),
+                closure: facts.closure.clone(),
+                first_sent: facts.first_sent.clone(),
+                fence: fence.clone(),
+                without_fence: without_fence.clone(),
+                probe: Arc::clone(&self.probe),
+                log: Arc::clone(&log),
+            };
+            let check = Arc::clone(&self.check);
+            // The call that makes the future is foreign code too.
+            let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
+            drop(permit);
+            let verdict = examine(verdict, facts.call, fence.as_ref(), &log);
+            asked += 1;
+            let again = match &verdict {
+                Verdict::InFlight { recheck_after } if asked <= self.max_rechecks => Some(*recheck_after),
+                Verdict::Partial if asked <= self.max_rechecks.min(PARTIAL_RECHECKS) => {
+                    Some(FIRST_PARTIAL_RECHECK * 2_u32.pow(asked - 1))
+                }
+                _ => None,
+            };
+            partial |= matches!(verdict, Verdict::Partial);
+            if let Some(after) = again.filter(|after| facts.until.allows(Instant::now(), *after)) {
                 // Others may check meanwhile, and what becomes of the attempt counts again.
                 facts.checking.store(false, Ordering::Relaxed);
                 // Never in a busy loop, whatever the check asks for.
-                tokio::time::sleep(recheck_after.max(LEAST_RECHECK)).await;
+                tokio::time::sleep(after.max(LEAST_RECHECK)).await;
+                continue;
             }
-            Verdict::NotLanded(fence) if !fence.is_because() && is_still_there(facts.closure.as_ref()) => {
-                return Verdict::Unknown(
-                    "absent, but the old process is still there, so that no fence holds".into(),
-                );
-            }
-            Verdict::NotLanded(fence) if unsent && fence.basis() == FenceBasis::Declared => {
-                return Verdict::Unknown(
-                    "absent, but the request was not sent to its end when the check began, so that no \
-                     declared fence holds"
-                        .into(),
-                );
-            }
-            Verdict::InFlight { .. } => {
-                return Verdict::Unknown("still being processed, and no time to ask again".into());
-            }
-            verdict => return verdict,
+            return match verdict {
+                // What was there in part and is not there now may come again, or was undone by somebody.
+                Verdict::NotLanded(_) | Verdict::InFlight { .. } if partial => Verdict::Partial,
+                Verdict::NotLanded(fence)
+                    if !fence.is_of_the_check() && is_still_there(facts.closure.as_ref()) =>
+                {
+                    Verdict::Unknown(
+                        "absent, but the old process is still there, so that no fence holds".into(),
+                    )
+                }
+                Verdict::NotLanded(fence) if unsent && fence.basis() == FenceBasis::Declared => {
+                    Verdict::Unknown(
+                        "absent, but the request was not sent to its end when the check began, so that no \
+                         declared fence holds"
+                            .into(),
+                    )
+                }
+                Verdict::InFlight { .. } if asked > self.max_rechecks => {
+                    Verdict::Unknown(format!("still being processed after {asked} checks").into())
+                }
+                Verdict::InFlight { .. } => {
+                    Verdict::Unknown("still being processed, and no time to ask again".into())
+                }
+                verdict => verdict,
+            };
         }
     }
 }
@@ -136,10 +197,7 @@ enum Undeclared {
 /// Waits for a fence that can hold in the time there is: for the end of a process (or for the last byte) no
 /// longer than two thirds of the time left, so that a check can still find that the write landed; for a
 /// quarantine, whose length is known, only if it leaves a tenth.
-async fn find_fence(
-    facts: &Facts,
-    quarantine: Option<Duration>,
-) -> Result<(Fence, Option<Instant>), Cow<'static, str>> {
+async fn find_fence(facts: &Facts, quarantine: Option<Duration>) -> Held {
     let start = Instant::now();
     let left = facts.until.left(start);
     let patience = start.checked_add(left.map_or(REAPING, |left| left / 3 * 2));
@@ -270,7 +328,7 @@ fn examine<Res>(
         Some(Some(Ok(Verdict::NotLanded(fence)))) => {
             if !fence.is_for(call) {
                 Verdict::Unknown("the check named a fence of another call".into())
-            } else if !fence.is_because() && held != Some(&fence) {
+            } else if !fence.is_of_the_check() && held != Some(&fence) {
                 Verdict::Unknown("the check named a fence that did not hold when it began".into())
             } else if fence.basis() == FenceBasis::Observed && log.is_stale() {
                 Verdict::Unknown("a probe ran on a connection that is older than the fence".into())
@@ -314,34 +372,48 @@ where
         {
             request.context_mut().stamp(effect, basis);
         }
-        let effect = effect_of(&request);
-        if effect.is_write() {
-            let refused = CallError::refused(Refusal::NotAProbe).of_call(request.method(), effect);
-            return Box::pin(async move { Err(refused) });
-        }
-        let activity = Arc::new(Activity::default());
-        let context = request.context_mut();
-        // A probe is a call of its own, in the check's time.
-        let mut own = context.clone();
-        let asked = own.deadline().instant();
-        own.set_deadline(match (asked, log.until) {
-            (Some(asked), Some(until)) => Deadline::At(asked.min(until)),
-            (Some(at), None) | (None, Some(at)) => Deadline::At(at),
-            (None, None) => Deadline::Never,
-        });
-        own.set_activity(Some(Arc::clone(&activity)));
-        *context = own;
-        let mut service = self.spare();
-        let log = Arc::clone(log);
-        Box::pin(async move {
-            poll_fn(|cx| service.poll_ready(cx)).await.map_err(CallError::not_ready)?;
-            let result = service.call(request).await;
-            if let Some(gone_at) = log.gone_at
-                && activity.generation().is_none_or(|(_, began)| began < gone_at)
-            {
-                log.mark_stale();
-            }
-            result
-        })
+        probe_by(self.spare(), request, log)
     }
+}
+
+/// Calls the service, if the request is read-only.
+pub(super) fn probe_by<S, Req, Res>(
+    mut service: S,
+    mut request: Req,
+    log: &Arc<ProbeLog>,
+) -> BoxFuture<Result<Res, CallError>>
+where
+    S: tower::Service<Req, Response = Res, Error = CallError> + Send + 'static,
+    S::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    let effect = effect_of(&request);
+    if effect.is_write() {
+        let refused = CallError::refused(Refusal::NotAProbe).of_call(request.method(), effect);
+        return Box::pin(async move { Err(refused) });
+    }
+    let activity = Arc::new(Activity::default());
+    let context = request.context_mut();
+    // A probe is a call of its own, in the check's time.
+    let mut own = context.clone();
+    let asked = own.deadline().instant();
+    own.set_deadline(match (asked, log.until) {
+        (Some(asked), Some(until)) => Deadline::At(asked.min(until)),
+        (Some(at), None) | (None, Some(at)) => Deadline::At(at),
+        (None, None) => Deadline::Never,
+    });
+    own.set_activity(Some(Arc::clone(&activity)));
+    *context = own;
+    let log = Arc::clone(log);
+    Box::pin(async move {
+        poll_fn(|cx| service.poll_ready(cx)).await.map_err(CallError::not_ready)?;
+        let result = service.call(request).await;
+        if let Some(gone_at) = log.gone_at
+            && activity.generation().is_none_or(|(_, began)| began < gone_at)
+        {
+            log.mark_stale();
+        }
+        result
+    })
 }

@@ -14,7 +14,7 @@ use std::{
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::fence::Fence;
+use super::{FirstSent, fence::Fence};
 use crate::{Attempt, BoxError, CallError, CallId, Closure, connection::BoxFuture};
 
 /// What the caller's check found out about a write in doubt.
@@ -165,6 +165,7 @@ pub struct InDoubt<Req, Res> {
     pub(super) call: CallId,
     pub(super) attempts: Vec<Attempt>,
     pub(super) closure: Option<Closure>,
+    pub(super) first_sent: FirstSent,
     pub(super) fence: Option<Fence>,
     pub(super) without_fence: Cow<'static, str>,
     pub(super) probe: Arc<dyn Probe<Req, Res>>,
@@ -231,6 +232,29 @@ impl<Req, Res> InDoubt<Req, Res> {
             Some(fence) => Verdict::NotLanded(fence.clone()),
             None => Verdict::Unknown(self.without_fence.clone()),
         }
+    }
+
+    /// It was not applied, and the server, which keeps the key that the request carries for so long, will apply
+    /// no second copy: whichever arrives first is the only one. After that time, counted by both clocks from the
+    /// first hand-over, this is [`Verdict::Unknown`]: the server may have forgotten the key. For keys that
+    /// this crate puts, [`KeyedWrites::honoured_for`](super::KeyedWrites::honoured_for) needs no check.
+    pub fn not_landed_deduplicated(&self, window: Duration) -> Verdict<Res> {
+        match self.first_sent.window_end(window) {
+            Ok(_) => Verdict::NotLanded(Fence::deduplicated(self.call, window)),
+            Err(why) => Verdict::Unknown(why.into()),
+        }
+    }
+
+    /// It was not applied, and it is a compare-and-set: it names the state that it applies to (`If-Match`, a
+    /// generation, a name that must not exist yet), so that of two copies the second fails.
+    pub fn not_landed_conditional(&self) -> Verdict<Res> {
+        Verdict::NotLanded(Fence::conditional(self.call))
+    }
+
+    /// It was not applied, and the task that ran it has ended: the server says that it is cancelled, failed or
+    /// completed. That a cancellation was accepted is not enough.
+    pub fn not_landed_terminal_task(&self) -> Verdict<Res> {
+        Verdict::NotLanded(Fence::terminal_task(self.call))
     }
 
     /// It was not applied and never will be, for a reason that the caller declares. The replay is as safe as

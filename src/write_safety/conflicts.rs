@@ -1,0 +1,198 @@
+//! Which writes touch each other. A replay must not land on top of another write that was handed over after
+//! the first attempt: the caller of that one was told that it is done.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::ledger::EntryId;
+
+/// The order of a service's writes, over all of its clones.
+///
+/// A write with a conflict key touches those with the same key and those without one; one without touches all.
+#[derive(Debug, Default)]
+pub(super) struct Conflicts {
+    /// How many hand-overs of writes there were.
+    all: AtomicU64,
+    /// How many of them without a key.
+    keyless: AtomicU64,
+    keys: Mutex<HashMap<Arc<str>, Key>>,
+}
+
+/// A conflict key that calls under way have.
+#[derive(Debug, Default)]
+struct Key {
+    /// How many hand-overs there were.
+    writes: u64,
+    calls: usize,
+    /// The call that is in doubt, and its method.
+    doubt: Option<(EntryId, String)>,
+}
+
+impl Conflicts {
+    /// A write with that key begins; an error names the one in doubt that stands in its way.
+    pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
+        let mut keys = self.lock();
+        let state = keys.entry(Arc::clone(&key)).or_default();
+        if let Some(doubt) = &state.doubt {
+            return Err(doubt.clone());
+        }
+        state.calls += 1;
+        drop(keys);
+        Ok(Hold { of: Arc::clone(self), id, key, writes: 0, keyless: 0 })
+    }
+
+    /// Counts a write without a key that is handed over; its number among all.
+    pub(super) fn hand_over(&self) -> u64 {
+        self.keyless.fetch_add(1, Ordering::AcqRel);
+        self.all.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// Whether no other write was handed over after the one without a key that has that number.
+    pub(super) fn is_last(&self, number: u64) -> bool {
+        self.all.load(Ordering::Acquire) == number
+    }
+
+    /// Claims the replay of the one without a key that has that number: `false` if another write was handed
+    /// over since.
+    pub(super) fn claim(&self, number: u64) -> bool {
+        let next = number + 1;
+        let claimed = self.all.compare_exchange(number, next, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if claimed {
+            self.keyless.fetch_add(1, Ordering::AcqRel);
+        }
+        claimed
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A write's hold on its key, until its call is over.
+#[derive(Debug)]
+pub(super) struct Hold {
+    of: Arc<Conflicts>,
+    id: EntryId,
+    key: Arc<str>,
+    /// As of its last hand-over.
+    writes: u64,
+    keyless: u64,
+}
+
+impl Hold {
+    pub(super) fn key(&self) -> &Arc<str> {
+        &self.key
+    }
+
+    /// It is handed over.
+    pub(super) fn hand_over(&mut self) {
+        self.keyless = self.of.keyless.load(Ordering::Acquire);
+        self.of.all.fetch_add(1, Ordering::AcqRel);
+        let mut keys = self.of.lock();
+        let state = keys.entry(Arc::clone(&self.key)).or_default();
+        state.writes += 1;
+        self.writes = state.writes;
+    }
+
+    /// Whether no write that touches it was handed over since.
+    pub(super) fn is_last(&self) -> bool {
+        let writes = self.of.lock().get(&self.key).map(|state| state.writes);
+        writes == Some(self.writes) && self.of.keyless.load(Ordering::Acquire) == self.keyless
+    }
+
+    /// Claims its replay: `false` if a write that touches it was handed over since.
+    pub(super) fn claim(&mut self) -> bool {
+        let mut keys = self.of.lock();
+        let Some(state) = keys.get_mut(&self.key) else { return false };
+        if state.writes != self.writes || self.of.keyless.load(Ordering::Acquire) != self.keyless {
+            return false;
+        }
+        state.writes += 1;
+        self.writes = state.writes;
+        self.of.all.fetch_add(1, Ordering::AcqRel);
+        true
+    }
+
+    /// It is in doubt: until that ends, later writes with its key are refused.
+    pub(super) fn doubt(&self, method: &str) {
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.doubt.get_or_insert_with(|| (self.id, method.to_owned()));
+        }
+    }
+
+    /// What was in doubt has turned out not to be.
+    pub(super) fn no_doubt(&self) {
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.doubt.take_if(|(held, _)| *held == self.id);
+        }
+    }
+}
+
+/// What is left of a doubt is in the ledger by then.
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.no_doubt();
+        let mut keys = self.of.lock();
+        if let Some(state) = keys.get_mut(&self.key) {
+            state.calls -= 1;
+            if state.calls == 0 {
+                keys.remove(&self.key);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CallId;
+
+    fn id(n: u64) -> EntryId {
+        EntryId::of(CallId::from_parts(1, n).unwrap())
+    }
+
+    fn handed_over(conflicts: &Arc<Conflicts>, key: &str, n: u64) -> Hold {
+        let mut hold = conflicts.enter(key.into(), id(n)).unwrap();
+        hold.hand_over();
+        hold
+    }
+
+    #[test]
+    fn a_write_without_a_key_touches_all_and_one_with_a_key_its_own_and_those_without() {
+        let conflicts = Arc::new(Conflicts::default());
+        let keyless = conflicts.hand_over();
+        assert!(conflicts.is_last(keyless));
+        let mut first = handed_over(&conflicts, "a", 1);
+        assert!(!conflicts.is_last(keyless) && !conflicts.claim(keyless));
+        let other = handed_over(&conflicts, "b", 2);
+        assert!(first.is_last() && other.is_last());
+
+        let mut second = handed_over(&conflicts, "a", 3);
+        assert!(!first.is_last() && !first.claim());
+        assert!(second.claim());
+        assert!(second.claim(), "it claims against others, not against itself");
+        conflicts.hand_over();
+        assert!(!second.is_last() && !second.claim() && !other.is_last());
+    }
+
+    #[test]
+    fn a_key_in_doubt_lets_no_other_write_in_until_the_doubt_ends() {
+        let conflicts = Arc::new(Conflicts::default());
+        let first = handed_over(&conflicts, "a", 1);
+        let second = handed_over(&conflicts, "a", 2);
+        first.doubt("pay");
+        second.doubt("refund");
+        assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(1), "pay".to_owned()));
+        second.no_doubt();
+        assert!(conflicts.enter("a".into(), id(3)).is_err());
+        drop(first);
+        drop(conflicts.enter("a".into(), id(3)).unwrap());
+        drop(second);
+        assert!(conflicts.lock().is_empty());
+    }
+}

@@ -1,0 +1,618 @@
+//! Where every write is entered before its first byte, and what it says after a crash.
+//!
+//! A [`Ledger`] holds one [`Entry`] a write. It is [`Open`](State::Open) from before the first byte until its
+//! outcome is known, so that whoever finds an open entry of a process that is gone must take it for in doubt:
+//! nothing has to be written at the moment of the crash. [`in_doubt`](Ledger::in_doubt) lists those, and
+//! [`Resolve`](super::Resolve) settles one by a fence and a check.
+//!
+//! ```text
+//!                 ┌─> Answered                     the server's own answer arrived
+//! Open ──────────>├─> Landed                       a check found it
+//!   └─> InDoubt ─>├─> NotLanded                    nothing was sent, or a fence and a check
+//!                 └─> Forgotten                    somebody gave it up, by hand
+//! ```
+//!
+//! What the layer does when a ledger fails: a write that cannot be entered is refused
+//! ([`Refusal::Ledger`](crate::Refusal::Ledger), nothing is sent); a replay that cannot be claimed does not
+//! happen; if an outcome cannot be recorded the caller gets it all the same, and the entry stays open, which
+//! errs on the safe side.
+//!
+//! - [`MemoryLedger`], the default, forgets everything with the process. Its entries are those in doubt.
+//! - `DurableLedger` (feature `ledger-durable`) survives a crash of the process and of the machine, for one
+//!   process at a time.
+//! - [`Ledger`] is a trait, so that several processes can share a database.
+
+mod memory;
+mod process;
+
+use std::{
+    borrow::Cow,
+    fmt,
+    future::Future,
+    hash::{BuildHasher, RandomState},
+    str::FromStr,
+    sync::{Arc, OnceLock},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use tokio::time::Instant;
+
+pub(crate) use self::process::Registrar;
+pub use self::{memory::MemoryLedger, process::ServerProcess};
+use super::fence::{Fence, FenceBasis};
+use crate::{BoxError, CallId, Effect, connection::BoxFuture};
+
+/// Keeps the writes of one process, or of several that share a database.
+///
+/// Every operation is a compare-and-set on one entry, by its [revision](Entry::revision): it succeeds for one
+/// of those that try, and fails with [`LedgerError::Conflict`] for the others. [`Entry::settle`] and
+/// [`Entry::claim`] hold the rules; an implementation applies them to what it has stored, within one
+/// transaction, and stores the entry that they leave.
+///
+/// # On a shared database
+///
+/// Two processes then see each other's writes, and must not both act on one. An implementation keeps a lease
+/// for each [owner](EntryId::owner), a time until which it is taken to be alive, that the owner renews while it
+/// runs, and
+///
+/// - lists another owner's open entry in [`in_doubt`](Ledger::in_doubt) only once that owner's lease has run
+///   out (its own open entries are calls under way, and never in doubt);
+/// - refuses [`claim`](Ledger::claim) and [`enter`](Ledger::enter) to an owner whose own lease has run out by
+///   the database's clock, in the transaction that would grant them. A process that was stopped for longer
+///   than its lease then finds, when it wakes, that it may no longer replay;
+/// - refuses a claim where another entry with the same conflict key, or with none, was entered since this one,
+///   as the layer does for the writes of its own process.
+///
+/// That keeps replays apart, and not what was sent already: a fence must hold besides.
+pub trait Ledger: Send + Sync + 'static {
+    /// Enters a write, before its first byte, and returns its revision. The entry is stored for good when this
+    /// resolves: a crash after that must find it.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::KeyInDoubt`] if an entry with its conflict key is in doubt, [`LedgerError::Conflict`] if
+    /// there is an entry of that id already. On any error the write is refused.
+    fn enter(&self, entry: Entry) -> impl Future<Output = Result<u64, LedgerError>> + Send;
+
+    /// Moves an entry to that state. It need not be stored for good when this resolves: what a crash takes back
+    /// is found open again.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`] if the entry is at another revision, or closed.
+    fn settle(
+        &self,
+        id: EntryId,
+        revision: u64,
+        state: State,
+    ) -> impl Future<Output = Result<u64, LedgerError>> + Send;
+
+    /// Claims the one replay of a write. Stored for good when this resolves; only then is the write handed over
+    /// again.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`] if the entry is at another revision, or closed, or was claimed before. On any
+    /// error it is not replayed.
+    fn claim(&self, id: EntryId, revision: u64) -> impl Future<Output = Result<u64, LedgerError>> + Send;
+
+    /// The entries in doubt, oldest first: those that were said to be, and the open ones whose process is gone.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be read.
+    fn in_doubt(&self) -> impl Future<Output = Result<Vec<Entry>, LedgerError>> + Send;
+
+    /// Gives an entry up, whatever its revision, and records by whom. Its conflict key is free then: later
+    /// writes on it go out though nobody knows what became of this one.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`] if it is closed or not there.
+    fn forget(&self, id: EntryId, by: &str) -> impl Future<Output = Result<(), LedgerError>> + Send;
+
+    /// A hint from a destructor, which cannot wait: this write's call is over, and that is what is known of it.
+    /// It must not block, must not need a runtime and does not fail: an entry that stays open says the same.
+    /// Ignored for an entry that is closed or not there.
+    fn abandon(&self, id: EntryId, state: State) {
+        let _ = (id, state);
+    }
+
+    /// A server process was started, to which the writes of this process may go from now on. Stored for good
+    /// when this resolves, before the first of them. After a crash an entry's
+    /// [`servers`](Entry::servers) are those of its owner and its [`stack`](Entry::stack), of which those that are
+    /// [gone](ServerProcess::is_gone) may be left out as long as one is left.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be stored: then nothing is sent to it.
+    fn started(&self, server: ServerProcess) -> impl Future<Output = Result<(), LedgerError>> + Send {
+        let _ = server;
+        async { Ok(()) }
+    }
+}
+
+/// Names a write over all processes that share a ledger: its owner, which is one run of one process, and the
+/// call's own id in it.
+///
+/// Its text, such as `4f1c…-3-17`, is also the key of a [keyed write](super::KeyedWrites), and parses back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EntryId {
+    owner: u128,
+    call: CallId,
+}
+
+impl EntryId {
+    pub(crate) fn of(call: CallId) -> Self {
+        Self { owner: this_run(), call }
+    }
+
+    /// The run of a process that made the call: a random number.
+    pub const fn owner(self) -> u128 {
+        self.owner
+    }
+
+    /// The call, as that run's events and errors name it.
+    pub const fn call(self) -> CallId {
+        self.call
+    }
+
+    /// Whether this very run of this process made the call.
+    pub fn is_own(self) -> bool {
+        self.owner == this_run()
+    }
+}
+
+/// A random number that is this run's own.
+fn this_run() -> u128 {
+    static RUN: OnceLock<u128> = OnceLock::new();
+    *RUN.get_or_init(|| {
+        // The standard library seeds these from the operating system.
+        let half = || u128::from(RandomState::new().hash_one(SystemTime::now()));
+        half() << 64 | half()
+    })
+}
+
+impl fmt::Display for EntryId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}-{}", self.owner, self.call)
+    }
+}
+
+/// A text that names no entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not the id of a ledger's entry")]
+pub struct ParseEntryIdError(());
+
+impl FromStr for EntryId {
+    type Err = ParseEntryIdError;
+
+    fn from_str(text: &str) -> Result<Self, ParseEntryIdError> {
+        let parse = || {
+            let (owner, call) = text.split_once('-')?;
+            let (source, sequence) = call.split_once('-')?;
+            let owner = (owner.len() == 32).then(|| u128::from_str_radix(owner, 16).ok())??;
+            let call = CallId::from_parts(source.parse().ok()?, sequence.parse().ok()?)?;
+            Some(Self { owner, call })
+        };
+        parse().ok_or(ParseEntryIdError(()))
+    }
+}
+
+impl Serialize for EntryId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for EntryId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = Cow::<str>::deserialize(deserializer)?;
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// What is known of a write.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum State {
+    /// Handed over, or about to be, and not yet settled. In doubt once its process is gone.
+    Open,
+    /// Its call is over, and nobody knows whether it was applied.
+    InDoubt {
+        /// Why, in words.
+        reason: String,
+    },
+    /// The server answered it, with a result or an error.
+    Answered,
+    /// It was applied.
+    Landed {
+        /// Who says so: `check`, or whoever settled it by hand.
+        by: String,
+    },
+    /// It was not applied and never will be.
+    NotLanded {
+        /// Why: that nothing was sent, the fence, or the words of whoever settled it by hand.
+        why: String,
+        /// Whether that was observed or declared.
+        basis: FenceBasis,
+    },
+    /// Somebody gave it up.
+    Forgotten {
+        /// Who.
+        by: String,
+    },
+}
+
+impl State {
+    /// Whether nothing is left to be settled.
+    pub const fn is_closed(&self) -> bool {
+        !matches!(self, State::Open | State::InDoubt { .. })
+    }
+
+    /// Not landed, by that fence.
+    pub(crate) fn by_fence(fence: &Fence) -> Self {
+        State::NotLanded { why: fence.to_string(), basis: fence.basis() }
+    }
+
+    /// Not landed: not one byte was sent, or the peer refused it before processing.
+    pub(crate) fn not_done(why: &str) -> Self {
+        State::NotLanded { why: why.to_owned(), basis: FenceBasis::Observed }
+    }
+}
+
+/// A write in a ledger. It serializes, so that an implementation of [`Ledger`] can store it as JSON.
+///
+/// It holds no argument of the call unless the caller asked for that
+/// ([`keep_arguments`](super::WriteSafetyLayer::keep_arguments)), and the conflict key as the caller made it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Entry {
+    /// The write.
+    pub id: EntryId,
+    /// Its method.
+    pub method: String,
+    /// What it may do.
+    pub effect: Effect,
+    /// The conflict key, where the caller gave one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    /// What the caller keeps of its arguments, so that a check can run after a restart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arguments: Option<String>,
+    /// When it was entered, by the wall clock, in milliseconds since 1970.
+    #[serde(rename = "entered_ms", with = "millis")]
+    pub entered: SystemTime,
+    /// When it last changed, by the wall clock.
+    #[serde(rename = "changed_ms", with = "millis")]
+    pub changed: SystemTime,
+    /// How often it was handed over by claim: 1, and 2 once its replay was claimed.
+    pub attempts: u32,
+    /// What is known of it.
+    #[serde(flatten)]
+    pub state: State,
+    /// How often it has changed. Each operation names the revision that it goes by.
+    pub revision: u64,
+    /// Which of its owner's stacks it was called on.
+    pub stack: u64,
+    /// The server processes that its owner had started for that stack until it was gone, where they are known:
+    /// it went to one of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub servers: Vec<ServerProcess>,
+    /// Since when its owner is known to be gone, by this process's own clock. A declared bound counts from
+    /// here: until then bytes of it may have been sent.
+    #[serde(skip)]
+    pub orphaned: Option<Instant>,
+}
+
+impl Entry {
+    pub(crate) fn new(id: EntryId, method: String, effect: Effect, stack: u64, now: SystemTime) -> Self {
+        Self {
+            id,
+            method,
+            effect,
+            key: None,
+            arguments: None,
+            entered: now,
+            changed: now,
+            attempts: 1,
+            state: State::Open,
+            revision: 1,
+            stack,
+            servers: Vec::new(),
+            orphaned: None,
+        }
+    }
+
+    /// Moves it to that state, if it is at that revision and not closed.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`]; the entry is as it was.
+    pub fn settle(&mut self, revision: u64, state: State, now: SystemTime) -> Result<u64, LedgerError> {
+        if self.revision != revision || self.state.is_closed() {
+            return Err(LedgerError::Conflict(self.id));
+        }
+        self.state = state;
+        Ok(self.touch(now))
+    }
+
+    /// Claims its one replay, if it is at that revision, not closed, and was not replayed before.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`]; the entry is as it was.
+    pub fn claim(&mut self, revision: u64, now: SystemTime) -> Result<u64, LedgerError> {
+        if self.revision != revision || self.state.is_closed() || self.attempts > 1 {
+            return Err(LedgerError::Conflict(self.id));
+        }
+        self.attempts += 1;
+        Ok(self.touch(now))
+    }
+
+    fn touch(&mut self, now: SystemTime) -> u64 {
+        self.changed = now;
+        self.revision += 1;
+        self.revision
+    }
+
+    /// Whether all server processes that may have got it are gone, and their effects with them, as the caller
+    /// declared; `false` where that cannot be seen, and where none is known.
+    ///
+    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists: a probe of a check counts only on a
+    /// connection that was made after they were seen to be gone.
+    pub fn servers_are_gone(&self) -> bool {
+        self.gone_since().is_some()
+    }
+
+    /// Since when that is known.
+    pub(super) fn gone_since(&self) -> Option<Instant> {
+        let gone = |server: &ServerProcess| server.gone_since().filter(|_| server.exit_ends_effects);
+        // All of them, even if one is not: each is seen as early as can be.
+        let gone: Vec<_> = self.servers.iter().map(gone).collect();
+        gone.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+}
+
+/// Times as whole milliseconds since 1970; what lies before counts as 0.
+mod millis {
+    use super::*;
+
+    pub(super) fn serialize<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
+        let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        serializer.serialize_u64(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D::Error> {
+        let millis = u64::deserialize(deserializer)?;
+        let time = UNIX_EPOCH.checked_add(Duration::from_millis(millis));
+        time.ok_or_else(|| serde::de::Error::custom("a time beyond the clock's range"))
+    }
+}
+
+/// Why a ledger did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LedgerError {
+    /// Somebody else has settled or claimed that entry meanwhile, or it is not there.
+    #[error("the ledger's entry {0} was changed by somebody else, or is closed")]
+    Conflict(EntryId),
+    /// An earlier write with the same conflict key is in doubt. Settle or forget it first.
+    #[error("the write {id} ({method}) with the same conflict key is in doubt")]
+    KeyInDoubt {
+        /// That write.
+        id: EntryId,
+        /// Its method.
+        method: String,
+    },
+    /// It holds as many entries as it may.
+    #[error("the ledger is full: {0} entries in doubt")]
+    Full(usize),
+    /// Another process has it.
+    #[error("another process has the ledger open")]
+    InUse,
+    /// What is stored makes no sense. Nothing of it was changed.
+    #[error("the ledger is damaged: {0}")]
+    Damaged(String),
+    /// It could not be read or written.
+    #[error("the ledger cannot be used")]
+    Unavailable(#[source] BoxError),
+}
+
+/// A ledger with its type erased, as a layer or a stack gives it away. A clone is the same ledger.
+#[derive(Clone)]
+pub struct AnyLedger(Kind);
+
+#[derive(Clone)]
+enum Kind {
+    /// Apart, since it is asked without waiting.
+    Memory(MemoryLedger),
+    Other(Arc<dyn DynLedger>),
+}
+
+impl AnyLedger {
+    pub(super) fn new<L: Ledger>(ledger: L) -> Self {
+        let ledger: Box<dyn std::any::Any> = Box::new(ledger);
+        let ledger = match ledger.downcast::<MemoryLedger>() {
+            Ok(memory) => return Self(Kind::Memory(*memory)),
+            Err(ledger) => ledger,
+        };
+        match ledger.downcast::<AnyLedger>() {
+            Ok(any) => *any,
+            Err(ledger) => match ledger.downcast::<L>() {
+                Ok(ledger) => Self(Kind::Other(Arc::from(ledger as Box<dyn DynLedger>))),
+                Err(_) => unreachable!("it was made of that type"),
+            },
+        }
+    }
+
+    /// The ledger in memory, if it is that: what it is asked needs no waiting.
+    pub(super) fn memory(&self) -> Option<&MemoryLedger> {
+        match &self.0 {
+            Kind::Memory(memory) => Some(memory),
+            Kind::Other(_) => None,
+        }
+    }
+
+    /// The other one, to be asked from a future of its own.
+    pub(super) fn other(&self) -> Option<Arc<dyn DynLedger>> {
+        match &self.0 {
+            Kind::Memory(_) => None,
+            Kind::Other(ledger) => Some(Arc::clone(ledger)),
+        }
+    }
+}
+
+impl Default for AnyLedger {
+    fn default() -> Self {
+        Self(Kind::Memory(MemoryLedger::default()))
+    }
+}
+
+impl Ledger for AnyLedger {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.enter(entry).await,
+            Kind::Other(other) => Arc::clone(other).enter(entry).await,
+        }
+    }
+
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.settle(id, revision, state).await,
+            Kind::Other(other) => Arc::clone(other).settle(id, revision, state).await,
+        }
+    }
+
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.claim(id, revision).await,
+            Kind::Other(other) => Arc::clone(other).claim(id, revision).await,
+        }
+    }
+
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.in_doubt().await,
+            Kind::Other(other) => Arc::clone(other).in_doubt().await,
+        }
+    }
+
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.forget(id, by).await,
+            Kind::Other(other) => Arc::clone(other).forget(id, by.to_owned()).await,
+        }
+    }
+
+    fn abandon(&self, id: EntryId, state: State) {
+        match &self.0 {
+            Kind::Memory(memory) => Ledger::abandon(memory, id, state),
+            Kind::Other(other) => other.abandon(id, state),
+        }
+    }
+
+    async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
+        match &self.0 {
+            Kind::Memory(memory) => memory.started(server).await,
+            Kind::Other(other) => Arc::clone(other).started(server).await,
+        }
+    }
+}
+
+impl fmt::Debug for AnyLedger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Kind::Memory(_) => "AnyLedger(in memory)",
+            Kind::Other(_) => "AnyLedger(..)",
+        })
+    }
+}
+
+/// A [`Ledger`] as an object.
+pub(super) trait DynLedger: Send + Sync {
+    fn enter(self: Arc<Self>, entry: Entry) -> BoxFuture<Result<u64, LedgerError>>;
+    fn settle(
+        self: Arc<Self>,
+        id: EntryId,
+        revision: u64,
+        state: State,
+    ) -> BoxFuture<Result<u64, LedgerError>>;
+    fn claim(self: Arc<Self>, id: EntryId, revision: u64) -> BoxFuture<Result<u64, LedgerError>>;
+    fn in_doubt(self: Arc<Self>) -> BoxFuture<Result<Vec<Entry>, LedgerError>>;
+    fn forget(self: Arc<Self>, id: EntryId, by: String) -> BoxFuture<Result<(), LedgerError>>;
+    fn abandon(&self, id: EntryId, state: State);
+    fn started(self: Arc<Self>, server: ServerProcess) -> BoxFuture<Result<(), LedgerError>>;
+}
+
+impl<L: Ledger> DynLedger for L {
+    fn enter(self: Arc<Self>, entry: Entry) -> BoxFuture<Result<u64, LedgerError>> {
+        Box::pin(async move { Ledger::enter(&*self, entry).await })
+    }
+
+    fn settle(
+        self: Arc<Self>,
+        id: EntryId,
+        revision: u64,
+        state: State,
+    ) -> BoxFuture<Result<u64, LedgerError>> {
+        Box::pin(async move { Ledger::settle(&*self, id, revision, state).await })
+    }
+
+    fn claim(self: Arc<Self>, id: EntryId, revision: u64) -> BoxFuture<Result<u64, LedgerError>> {
+        Box::pin(async move { Ledger::claim(&*self, id, revision).await })
+    }
+
+    fn in_doubt(self: Arc<Self>) -> BoxFuture<Result<Vec<Entry>, LedgerError>> {
+        Box::pin(async move { Ledger::in_doubt(&*self).await })
+    }
+
+    fn forget(self: Arc<Self>, id: EntryId, by: String) -> BoxFuture<Result<(), LedgerError>> {
+        Box::pin(async move { Ledger::forget(&*self, id, &by).await })
+    }
+
+    fn abandon(&self, id: EntryId, state: State) {
+        Ledger::abandon(self, id, state);
+    }
+
+    fn started(self: Arc<Self>, server: ServerProcess) -> BoxFuture<Result<(), LedgerError>> {
+        Box::pin(async move { Ledger::started(&*self, server).await })
+    }
+}
+
+impl<L: Ledger> Ledger for Arc<L> {
+    fn enter(&self, entry: Entry) -> impl Future<Output = Result<u64, LedgerError>> + Send {
+        (**self).enter(entry)
+    }
+
+    fn settle(
+        &self,
+        id: EntryId,
+        revision: u64,
+        state: State,
+    ) -> impl Future<Output = Result<u64, LedgerError>> + Send {
+        (**self).settle(id, revision, state)
+    }
+
+    fn claim(&self, id: EntryId, revision: u64) -> impl Future<Output = Result<u64, LedgerError>> + Send {
+        (**self).claim(id, revision)
+    }
+
+    fn in_doubt(&self) -> impl Future<Output = Result<Vec<Entry>, LedgerError>> + Send {
+        (**self).in_doubt()
+    }
+
+    fn forget(&self, id: EntryId, by: &str) -> impl Future<Output = Result<(), LedgerError>> + Send {
+        (**self).forget(id, by)
+    }
+
+    fn abandon(&self, id: EntryId, state: State) {
+        (**self).abandon(id, state);
+    }
+
+    fn started(&self, server: ServerProcess) -> impl Future<Output = Result<(), LedgerError>> + Send {
+        (**self).started(server)
+    }
+}

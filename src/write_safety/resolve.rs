@@ -1,0 +1,328 @@
+//! After a crash: settles what a dead process left open.
+
+use std::{
+    borrow::Cow,
+    fmt,
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+    time::Duration,
+};
+
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, sleep},
+};
+use tower::Service;
+
+use super::{
+    EffectCheck, FirstSent, VerdictKind, WallClock,
+    fence::Fence,
+    ledger::{Entry, Ledger, LedgerError, State},
+    settle::{Asking, Facts, Held, probe_by},
+    verdict::{Erased, Probe, ProbeLog, Verdict},
+};
+use crate::{
+    Attempt, Basis, BoxError, Call, CallError, Deadline, Effect, Event, Outcome, Stack,
+    call::effect_of,
+    connection::BoxFuture,
+    deadline::Until,
+    event::{DoubtReport, Events},
+};
+
+/// Settles an entry that [`Ledger::in_doubt`] lists, mostly one that a dead process left open: waits for a fence,
+/// asks the check over the new connection, and settles by its verdict. It never sends the write again; what is
+/// [not landed](State::NotLanded) the caller may send as a new call.
+///
+/// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
+/// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
+/// them ([`Entry::servers`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
+/// to be gone. Without one that can hold in time the check can only find that the write landed.
+///
+/// ```no_run
+/// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
+/// use goaround::write_safety::{Resolve, ledger::Ledger};
+///
+/// # async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
+/// #     Ok(doubt.unknown(""))
+/// # }
+/// # async fn run(ledger: impl Ledger, stack: mcp::Client) -> Result<(), BoxError> {
+/// // At the start, before the first call:
+/// for entry in ledger.in_doubt().await? {
+///     // What `keep_arguments(|request| request.raw_params().map(|params| params.get().to_owned()))` kept.
+///     let Some(arguments) = &entry.arguments else { continue };
+///     let params: serde_json::Value = serde_json::from_str(arguments)?;
+///     let request = Request::new(entry.method.clone(), params)?;
+///     let resolved = Resolve::new(&ledger, &entry, request).run(check, &stack).await?;
+///     println!("{}: {:?}", entry.id, resolved.state);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "nothing is resolved until it is run"]
+pub struct Resolve<'a, L, Req> {
+    ledger: &'a L,
+    entry: &'a Entry,
+    request: Req,
+    quarantine: Option<Duration>,
+    within: Duration,
+    check_timeout: Option<Duration>,
+    clock: WallClock,
+    events: Events,
+}
+
+/// How an entry was resolved.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Resolved<Res> {
+    /// What the ledger says of the write now.
+    pub state: State,
+    /// What the check said.
+    pub verdict: VerdictKind,
+    /// The response of a write that landed, if the check found it.
+    pub response: Option<Res>,
+}
+
+impl<'a, L: Ledger, Req> Resolve<'a, L, Req>
+where
+    Req: Call + Send + 'static,
+{
+    /// To settle that entry of that ledger; `request` is what the check will be asked about.
+    pub fn new(ledger: &'a L, entry: &'a Entry, request: Req) -> Self {
+        Self {
+            ledger,
+            entry,
+            request,
+            quarantine: None,
+            within: Duration::from_secs(60),
+            check_timeout: None,
+            clock: WallClock::default(),
+            events: Events::default(),
+        }
+    }
+
+    /// Declares that nothing of a dead owner lands later than this after its end: see
+    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default.
+    pub fn quarantine(mut self, quarantine: Duration) -> Self {
+        self.quarantine = Some(quarantine);
+        self
+    }
+
+    /// How long it may take in all, 60 s by default. Of that, two thirds are waited for a fence at most.
+    pub fn within(mut self, within: Duration) -> Self {
+        self.within = within;
+        self
+    }
+
+    /// How long the check may take: see
+    /// [`WriteSafetyLayer::check_timeout`](super::WriteSafetyLayer::check_timeout).
+    pub fn check_timeout(mut self, timeout: Duration) -> Self {
+        self.check_timeout = Some(timeout);
+        self
+    }
+
+    /// The wall clock: see [`WriteSafetyLayer::wall_clock`](super::WriteSafetyLayer::wall_clock).
+    pub fn wall_clock(mut self, clock: impl Fn() -> std::time::SystemTime + Send + Sync + 'static) -> Self {
+        self.clock = WallClock::new(clock);
+        self
+    }
+
+    /// Where the [`InDoubt`](Event::InDoubt) event goes that says how it ended.
+    pub fn on_event(mut self, sink: impl Fn(Event<'_>) + Send + Sync + 'static) -> Self {
+        self.events = Events::to(sink);
+        self
+    }
+
+    /// Resolves it; probes go over that stack, by its own classification.
+    ///
+    /// A probe must run on a connection that was made after the old process was gone, or the fence does not count:
+    /// so list and resolve what is in doubt before the first call.
+    ///
+    /// # Errors
+    ///
+    /// [`LedgerError::Conflict`] if somebody else has settled the entry meanwhile, and whatever else the ledger
+    /// says.
+    pub async fn run<C, M, Res>(
+        self,
+        check: C,
+        stack: &Stack<M, Req, Res>,
+    ) -> Result<Resolved<Res>, LedgerError>
+    where
+        C: EffectCheck<Req, Res> + Send + Sync + 'static,
+        M: Service<()> + Send + 'static,
+        M::Error: Into<BoxError>,
+        M::Future: Send + 'static,
+        M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+        <M::Response as Service<Req>>::Future: Send + 'static,
+        Res: Send + 'static,
+    {
+        let judge = stack.clone();
+        let classify = move |request: &Req| judge.judge(request).0;
+        self.resolve(check, Over { service: Mutex::new(stack.clone()), classify }).await
+    }
+
+    /// Resolves it; probes go over that service, and are read-only if they say so themselves
+    /// ([`Call::read_only`]).
+    ///
+    /// # Errors
+    ///
+    /// As for [`run`](Resolve::run).
+    pub async fn run_over<C, S>(self, check: C, service: S) -> Result<Resolved<S::Response>, LedgerError>
+    where
+        C: EffectCheck<Req, S::Response> + Send + Sync + 'static,
+        S: Service<Req, Error = CallError> + Clone + Send + 'static,
+        S::Future: Send + 'static,
+        S::Response: Send + 'static,
+    {
+        self.resolve(check, Over { service: Mutex::new(service), classify: effect_of::<Req> }).await
+    }
+
+    async fn resolve<C, P, Res>(self, check: C, probe: P) -> Result<Resolved<Res>, LedgerError>
+    where
+        C: EffectCheck<Req, Res> + Send + Sync + 'static,
+        P: Probe<Req, Res> + 'static,
+        Res: Send + 'static,
+    {
+        let Self { ledger, entry, request, quarantine, within, check_timeout, clock, events } = self;
+        let start = Instant::now();
+        let call = entry.id.call();
+        let held = find_fence(entry, quarantine, start, within).await;
+        let fence = held.as_ref().ok().map(|(fence, _)| fence.clone());
+        let now = Instant::now();
+        let attempt = Attempt::unanswered("process_ended");
+        let facts = Facts {
+            call,
+            attempts: vec![attempt.clone()],
+            closure: None,
+            activity: Arc::default(),
+            first_sent: FirstSent { at: now, wall: entry.entered, clock },
+            since: now,
+            not_before: None,
+            ended_at: Some(now),
+            until: Until { deadline: Deadline::after(start, within), progress: None },
+            checking: Arc::new(AtomicBool::new(false)),
+        };
+        let one = Semaphore::new(1);
+        let asking = Asking {
+            check: Arc::new(Erased(check)),
+            probe: Arc::new(probe),
+            checks: &one,
+            check_timeout,
+            max_rechecks: 32,
+        };
+        let verdict = asking.verdict(request, &facts, held).await;
+
+        let kind = verdict.kind();
+        let in_doubt = |why: Cow<'static, str>| State::InDoubt { reason: why.into_owned() };
+        let (state, response) = match verdict {
+            Verdict::Landed(response) => (State::Landed { by: "check".to_owned() }, response),
+            Verdict::NotLanded(fence) => (State::by_fence(&fence), None),
+            Verdict::InFlight { .. } => (in_doubt("still being processed".into()), None),
+            Verdict::Partial => (in_doubt("applied in part".into()), None),
+            Verdict::Unknown(why) => (in_doubt(why), None),
+        };
+        ledger.settle(entry.id, entry.revision, state.clone()).await?;
+        let (outcome, reason) = match &state {
+            State::InDoubt { reason } => (Outcome::Unknown, Some(reason.clone())),
+            State::NotLanded { .. } => (Outcome::NotDone, None),
+            _ => (Outcome::DoneResultLost, None),
+        };
+        events.emit(Event::InDoubt(&DoubtReport {
+            call,
+            method: entry.method.clone(),
+            effect: entry.effect,
+            basis: Basis::Default,
+            attempts: vec![attempt],
+            verdict: Some(kind),
+            reason,
+            fence,
+            replayed: entry.attempts > 1,
+            outcome: Some(outcome),
+        }));
+        Ok(Resolved { state, verdict: kind, response })
+    }
+}
+
+/// Waits until the old server processes are gone, or the declared time has passed, if either can be in time.
+async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant, within: Duration) -> Held {
+    const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+    let call = entry.id.call();
+    let observable = entry.servers.iter().all(|server| server.exit_ends_effects) && !entry.servers.is_empty();
+    let holds = quarantine.and_then(|quarantine| entry.orphaned.unwrap_or(start).checked_add(quarantine));
+    let patience = start.checked_add(within / 3 * 2);
+    // It must leave a tenth of the time for the check.
+    let latest = start.checked_add(within / 10 * 9);
+    let declared = holds.filter(|holds| latest.is_none_or(|latest| *holds <= latest) || *holds <= start);
+    let mut pause = Duration::from_millis(5);
+    loop {
+        let now = Instant::now();
+        if observable && let Some(gone) = entry.gone_since() {
+            return Ok((Fence::process_gone(call), Some(gone)));
+        }
+        if let (Some(holds), Some(quarantine)) = (declared, quarantine)
+            && now >= holds
+        {
+            return Ok((Fence::quarantined(call, quarantine), None));
+        }
+        let over = patience.is_some_and(|patience| now >= patience);
+        let next = match (declared, observable && !over) {
+            (Some(holds), true) => holds.min(now + pause),
+            (Some(holds), false) => holds,
+            (None, true) => now + pause,
+            (None, false) => return Err(without_fence(entry, quarantine, observable)),
+        };
+        sleep(next.saturating_duration_since(now)).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Why no fence holds, and what would give one.
+fn without_fence(entry: &Entry, quarantine: Option<Duration>, observable: bool) -> Cow<'static, str> {
+    match (quarantine, observable) {
+        (Some(_), _) => "absent, but no fence holds: the quarantine does not fit in the time given",
+        (None, true) => {
+            "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
+             not_landed_because(..) would give one"
+        }
+        (None, false) if entry.servers.is_empty() => {
+            "absent, but no fence holds: the ledger knows no server process of it; quarantine(..) or \
+             not_landed_because(..) would give one"
+        }
+        (None, false) => {
+            "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) or \
+             not_landed_because(..) would give one"
+        }
+    }
+    .into()
+}
+
+/// Probes over any service.
+struct Over<S, F> {
+    service: Mutex<S>,
+    classify: F,
+}
+
+impl<S, F, Req, Res> Probe<Req, Res> for Over<S, F>
+where
+    S: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    F: Fn(&Req) -> Effect + Send + Sync,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    fn probe(&self, mut request: Req, log: &Arc<ProbeLog>) -> BoxFuture<Result<Res, CallError>> {
+        let effect = (self.classify)(&request);
+        let basis = request.context().basis();
+        request.context_mut().stamp(effect, basis);
+        let service = self.service.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        probe_by(service, request, log)
+    }
+}
+
+impl<L, Req> fmt::Debug for Resolve<'_, L, Req> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Resolve")
+            .field("entry", &self.entry.id)
+            .field("quarantine", &self.quarantine)
+            .field("within", &self.within)
+            .finish_non_exhaustive()
+    }
+}

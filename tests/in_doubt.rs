@@ -1,0 +1,949 @@
+//! What keeps writes in doubt apart: ledgers, conflict keys, idempotency keys, declared fences. Over a scripted
+//! server, with tokio's clock paused.
+
+mod lab;
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    task::{Context, Waker},
+    time::{Duration, SystemTime},
+};
+
+use goaround::{
+    BoxError, Call, CallError, Cause, DeadlineLayer, Effect, InDoubt, Outcome, Refusal, Stack, Tagged,
+    Verdict, VerdictKind, WriteSafetyLayer,
+    jsonrpc::{Request, Response},
+    write_safety::{
+        KeyedAnswer, KeyedWrites, Resolve,
+        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
+    },
+};
+use lab::*;
+use serde_json::{Value, json};
+use tokio::{sync::Semaphore, time::advance};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
+
+type Safety = WriteSafetyLayer<Req, Res>;
+
+// ===== A store that several processes share =====
+
+/// A database's table, as an implementer of [`Ledger`] would use it. One handle is one process.
+#[derive(Clone)]
+struct Store {
+    table: Arc<Mutex<HashMap<EntryId, Entry>>>,
+    log: Log,
+    /// What fails, and what waits for a permit.
+    fails: Arc<Mutex<Vec<&'static str>>>,
+    gates: Arc<HashMap<&'static str, Semaphore>>,
+    hints: Arc<Mutex<Vec<State>>>,
+}
+
+impl Store {
+    fn new(log: &Log) -> Self {
+        let gates = ["enter", "settle", "claim"].map(|step| (step, Semaphore::new(100)));
+        Self {
+            table: Arc::default(),
+            log: log.clone(),
+            fails: Arc::default(),
+            gates: Arc::new(gates.into()),
+            hints: Arc::default(),
+        }
+    }
+
+    fn fails(self, step: &'static str) -> Self {
+        self.fails.lock().unwrap().push(step);
+        self
+    }
+
+    /// Nothing gets past that step until it is opened.
+    fn shut(self, step: &'static str) -> Self {
+        self.gates[step].forget_permits(100);
+        self
+    }
+
+    async fn step(&self, step: &'static str) -> Result<(), LedgerError> {
+        drop(self.gates[step].acquire().await);
+        self.log.note(step);
+        match self.fails.lock().unwrap().contains(&step) {
+            true => Err(LedgerError::Unavailable("no disk".into())),
+            false => Ok(()),
+        }
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        self.table.lock().unwrap().values().cloned().collect()
+    }
+
+    fn state(&self) -> State {
+        let entries = self.entries();
+        assert_eq!(entries.len(), 1, "{entries:?}");
+        entries[0].state.clone()
+    }
+
+    fn update(
+        &self,
+        id: EntryId,
+        change: impl FnOnce(&mut Entry) -> Result<u64, LedgerError>,
+    ) -> Result<u64, LedgerError> {
+        change(self.table.lock().unwrap().get_mut(&id).ok_or(LedgerError::Conflict(id))?)
+    }
+}
+
+impl Ledger for Store {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.step("enter").await?;
+        let mut table = self.table.lock().unwrap();
+        let held = table.values().find(|held| {
+            held.key.is_some() && held.key == entry.key && matches!(held.state, State::InDoubt { .. })
+        });
+        if let Some(held) = held {
+            return Err(LedgerError::KeyInDoubt { id: held.id, method: held.method.clone() });
+        }
+        let revision = entry.revision;
+        match table.insert(entry.id, entry) {
+            Some(earlier) => Err(LedgerError::Conflict(earlier.id)),
+            None => Ok(revision),
+        }
+    }
+
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.step("settle").await?;
+        self.update(id, |entry| entry.settle(revision, state, SystemTime::now()))
+    }
+
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.step("claim").await?;
+        self.update(id, |entry| entry.claim(revision, SystemTime::now()))
+    }
+
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        Ok(self.entries().into_iter().filter(|entry| !entry.state.is_closed()).collect())
+    }
+
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        let state = State::Forgotten { by: by.to_owned() };
+        self.update(id, |entry| entry.settle(entry.revision, state, SystemTime::now())).map(drop)
+    }
+
+    fn abandon(&self, id: EntryId, state: State) {
+        self.hints.lock().unwrap().push(state.clone());
+        let _ = self.update(id, |entry| entry.settle(entry.revision, state, SystemTime::now()));
+    }
+
+    async fn started(&self, _: ServerProcess) -> Result<(), LedgerError> {
+        Ok(())
+    }
+}
+
+// ===== Services =====
+
+fn service(
+    lab: &Lab,
+    layer: Safety,
+) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static {
+    ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(layer)
+        .service(lab.connection())
+}
+
+/// A check that says, after a second, that it did not land.
+fn absent(lab: &Lab) -> Safety {
+    let log = lab.log.clone();
+    WriteSafetyLayer::new(move |doubt: Doubt| {
+        log.note("check");
+        async move {
+            tokio::time::sleep(SECOND).await;
+            Ok(doubt.not_landed_because("tested"))
+        }
+    })
+}
+
+fn refusal(error: &CallError) -> &Refusal {
+    match error.cause() {
+        Cause::Refused(refusal) => refusal,
+        other => panic!("{other:?}"),
+    }
+}
+
+// ===== The ledger's part =====
+
+#[tokio::test(start_paused = true)]
+async fn a_write_is_entered_before_its_first_byte_and_its_end_is_recorded() {
+    let ends: [(Step, State); 4] = [
+        (answer(1), State::Answered),
+        (fail(CallError::answered("no")), State::Answered),
+        (fail(closed()), State::InDoubt { reason: "no effect check".into() }),
+        (
+            fail(CallError::not_processed("busy")),
+            State::NotLanded { why: "other".into(), basis: goaround::FenceBasis::Observed },
+        ),
+    ];
+    for (step, state) in ends {
+        let lab = Lab::new();
+        lab.write(step);
+        let store = Store::new(&lab.log);
+        let layer = WriteSafetyLayer::refuse().ledger(store.clone());
+        let _ = service(&lab, layer).oneshot(write()).await;
+        assert_eq!(lab.log.all(), ["enter", "write", "settle"]);
+        assert_eq!(store.state(), state);
+        let entry = &store.entries()[0];
+        assert_eq!((entry.method.as_str(), entry.effect, entry.attempts), ("pay", Effect::Write, 1));
+        assert!(entry.id.is_own() && entry.arguments.is_none() && entry.key.is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn reads_are_not_entered() {
+    let lab = Lab::new();
+    let layer = WriteSafetyLayer::refuse().ledger(Store::new(&lab.log));
+    service(&lab, layer).oneshot(read()).await.unwrap();
+    assert_eq!(lab.log.all(), ["read"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_cannot_be_entered_is_refused() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).fails("enter");
+    let error = service(&lab, WriteSafetyLayer::refuse().ledger(store)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 0));
+    assert_eq!(*refusal(&error), Refusal::Ledger);
+    assert!(matches!(error.downcast::<LedgerError>(), Ok(LedgerError::Unavailable(_))));
+    assert_eq!(lab.events.all(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_that_never_answers_ends_with_the_deadline_and_nothing_is_sent() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).shut("enter");
+    let layer = WriteSafetyLayer::refuse().ledger(store.clone());
+    let error = service(&lab, layer).oneshot(write().within(SECOND)).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 0));
+    assert_eq!(
+        *store.hints.lock().unwrap(),
+        [State::NotLanded { why: "deadline".into(), basis: goaround::FenceBasis::Observed }]
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_reaches_the_caller_whether_or_not_the_ledger_can_record_it() {
+    let lab = Lab::new();
+    lab.write(answer(3));
+    let store = Store::new(&lab.log).fails("settle");
+    assert_eq!(
+        service(&lab, WriteSafetyLayer::refuse().ledger(store.clone())).oneshot(write()).await.unwrap(),
+        3
+    );
+    assert_eq!(store.state(), State::Open);
+
+    // One that hangs holds it up for 5 s, and not past the deadline.
+    for (within, waits) in [(60, 5), (2, 2)] {
+        let lab = Lab::new();
+        lab.write(answer(4));
+        let store = Store::new(&lab.log).shut("settle");
+        let start = tokio::time::Instant::now();
+        let layer = WriteSafetyLayer::refuse().ledger(store.clone());
+        let call = service(&lab, layer).oneshot(write().within(within * SECOND));
+        assert_eq!(call.await.unwrap(), 4);
+        assert_eq!(start.elapsed(), waits * SECOND);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_is_claimed_first_and_does_not_happen_without() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let store = Store::new(&lab.log);
+    let layer = absent(&lab).ledger(store.clone());
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.all(), ["enter", "write", "check", "claim", "write", "settle"]);
+    assert_eq!((store.state(), store.entries()[0].attempts), (State::Answered, 2));
+
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let store = Store::new(&lab.log).fails("claim");
+    let error = service(&lab, absent(&lab).ledger(store.clone())).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 1));
+    assert!(error.to_string().contains("could not claim"), "{error}");
+    assert!(matches!(store.state(), State::NotLanded { .. }));
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_of_two_processes_that_find_a_write_absent_one_may_send_it_again() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let store = Store::new(&lab.log);
+    let ours = tokio::spawn(service(&lab, absent(&lab).ledger(store.clone())).oneshot(write()));
+    // Ours asks its check when another process takes it for dead, and settles what it left.
+    tokio::time::sleep(SECOND / 2).await;
+    let theirs = store.clone();
+    let entry = theirs.in_doubt().await.unwrap().remove(0);
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed_because("theirs")) };
+    let resolve = || Resolve::new(&theirs, &entry, write()).run_over(check, lab.connection());
+    let resolved = resolve().await.unwrap();
+    assert_eq!(resolved.verdict, VerdictKind::NotLanded);
+    // Whoever comes second is told.
+    assert!(matches!(resolve().await, Err(LedgerError::Conflict(id)) if id == entry.id));
+
+    let error = ours.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{error}");
+    assert!(error.to_string().contains("somebody else"), "{error}");
+    let State::NotLanded { why, .. } = store.state() else { panic!("{:?}", store.state()) };
+    assert_eq!(why, "declared: theirs");
+    assert_eq!(lab.events.doubts(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_of_two_processes_the_one_that_claims_first_keeps_the_other_from_settling() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(later(5 * SECOND, Ok(7)));
+    let store = Store::new(&lab.log);
+    let ours = tokio::spawn(service(&lab, absent(&lab).ledger(store.clone())).oneshot(write()));
+    tokio::time::sleep(SECOND / 2).await;
+    let entry = store.in_doubt().await.unwrap().remove(0);
+    let check = |doubt: Doubt| async move {
+        tokio::time::sleep(2 * SECOND).await;
+        Ok::<_, BoxError>(doubt.not_landed_because("theirs"))
+    };
+    let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await;
+    assert!(matches!(resolved, Err(LedgerError::Conflict(_))));
+    assert_eq!(ours.await.unwrap().unwrap(), 7);
+    assert_eq!((store.state(), lab.writes()), (State::Answered, 2));
+}
+
+// ===== Dropped futures =====
+
+/// Drops a write after it was polled so many times, every 50 ms. What the ledger and the events say then.
+fn dropped_after(polls: usize, store_is_shut: Option<&'static str>, in_runtime: bool) -> (Lab, Store) {
+    let lab = Lab::new();
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let mut store = Store::new(&lab.log);
+    if let Some(step) = store_is_shut {
+        store = store.shut(step);
+    }
+    lab.write(later(SECOND / 10, Err(closed()))).write(later(SECOND / 10, Ok(1)));
+    let log = lab.log.clone();
+    let check = move |doubt: Doubt| {
+        log.note("check");
+        async move {
+            doubt.probe(read()).await?;
+            tokio::time::sleep(SECOND / 10).await;
+            Ok::<_, BoxError>(doubt.not_landed_because("tested"))
+        }
+    };
+    lab.read(later(SECOND / 10, Ok(0)));
+    let call = {
+        let _in = runtime.enter();
+        let layer = WriteSafetyLayer::new(check).ledger(store.clone()).quarantine(SECOND / 10);
+        Box::pin(service(&lab, layer).oneshot(write()))
+    };
+    let mut call = Some(call);
+    runtime.block_on(async {
+        for _ in 0..polls {
+            let done = match &mut call {
+                Some(call) => call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready(),
+                None => break,
+            };
+            if done {
+                call = None;
+            }
+            advance(SECOND / 20).await;
+        }
+        if in_runtime {
+            call = None;
+        }
+    });
+    drop(runtime);
+    drop(call);
+    (lab, store)
+}
+
+#[test]
+fn h16_a_write_that_is_dropped_at_any_point_leaves_one_entry_in_doubt_and_one_event_or_none_of_both() {
+    let (mut in_doubt, mut settled, mut before) = (0, 0, 0);
+    for in_runtime in [true, false] {
+        for shut in [None, Some("enter"), Some("claim"), Some("settle")] {
+            for polls in 0..24 {
+                let (lab, store) = dropped_after(polls, shut, in_runtime);
+                let case = format!("{shut:?}, {polls} polls: {:?}, {:?}", lab.log.all(), store.entries());
+                let open = store.entries().iter().filter(|entry| !entry.state.is_closed()).count();
+                let abandoned = lab.events.abandoned();
+                assert_eq!(open, abandoned, "{case}");
+                match (lab.writes(), open) {
+                    (0, 0) => before += 1,
+                    (1.., 1) => in_doubt += 1,
+                    (1.., 0) => settled += 1,
+                    _ => panic!("{case}"),
+                }
+                // One that nobody abandoned is reported by what ended it.
+                assert!(abandoned + lab.events.doubts() <= 1, "{case}");
+            }
+        }
+    }
+    assert!(in_doubt > 20 && settled > 20 && before > 20, "{in_doubt} {settled} {before}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_write_is_in_the_ledger_in_memory_too() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let ledger = MemoryLedger::new();
+    let layer = WriteSafetyLayer::refuse().ledger(ledger.clone());
+    let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+    assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert!(ledger.in_doubt().await.unwrap().is_empty(), "it is under way");
+    drop(call);
+    let entries = ledger.in_doubt().await.unwrap();
+    assert_eq!((entries.len(), entries[0].method.as_str()), (1, "pay"));
+    assert_eq!(entries[0].state, State::InDoubt { reason: "abandoned by its caller".into() });
+    assert_eq!(lab.events.all(), [Seen::Abandoned { attempts: 1 }]);
+    ledger.settle(entries[0].id, entries[0].revision, State::Landed { by: "jane".into() }).await.unwrap();
+    assert!(ledger.in_doubt().await.unwrap().is_empty());
+}
+
+#[test]
+fn a_panic_of_the_service_leaves_the_write_in_doubt() {
+    for memory in [true, false] {
+        let lab = Lab::new();
+        let (ledger, store) = (MemoryLedger::new(), Store::new(&lab.log));
+        let layer = Safety::refuse().on_event(lab.events.sink());
+        let layer = if memory { layer.ledger(ledger.clone()) } else { layer.ledger(store.clone()) };
+        let panics = service_fn(|_: Req| -> std::future::Ready<Result<Res, CallError>> { panic!("no") });
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let call = Box::pin(layer.layer(panics).oneshot(write()));
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(call)
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(lab.events.all(), [Seen::Abandoned { attempts: 1 }]);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let in_doubt = if memory { ledger.in_doubt() } else { return assert!(!store.state().is_closed()) };
+        assert_eq!(runtime.block_on(in_doubt).unwrap().len(), 1);
+    }
+}
+
+// ===== Conflict keys =====
+
+fn to(account: &'static str) -> Req {
+    Tagged::new(account, Effect::Write).named("pay")
+}
+
+fn by_account(layer: Safety) -> Safety {
+    layer.conflict_key(|request: &Req| Some(**request).filter(|account| *account != "any"))
+}
+
+/// W1 to the first account is lost; while its check runs, W2 to the second one lands.
+async fn overtaken(
+    layer: impl FnOnce(&Lab) -> Safety,
+    w1: &'static str,
+    w2: &'static str,
+) -> (Lab, Result<Res, CallError>) {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).write(answer(1));
+    let service = service(&lab, layer(&lab));
+    let first = tokio::spawn(service.clone().oneshot(to(w1)));
+    tokio::time::sleep(SECOND / 2).await;
+    let second = service.clone().oneshot(to(w2)).await;
+    if w1 == w2 && second.is_err() {
+        assert_eq!(lab.writes(), 1);
+    } else {
+        assert_eq!(second.unwrap(), 2);
+    }
+    (lab, first.await.unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn h21_a_lost_write_is_not_replayed_over_a_later_one() {
+    // Without keys: over none.
+    let (lab, first) = overtaken(absent, "a", "b").await;
+    assert_eq!((first.unwrap_err().outcome(), lab.writes()), (Outcome::NotDone, 2));
+    let (lab, first) = overtaken(|lab| absent(lab).independent_writes(), "a", "b").await;
+    assert_eq!((first.unwrap(), lab.writes()), (1, 3));
+
+    // With keys: over none that touches it.
+    let keyed = |lab: &Lab| by_account(absent(lab));
+    let (lab, first) = overtaken(keyed, "a", "b").await;
+    assert_eq!((first.unwrap(), lab.writes()), (1, 3));
+    for (w1, w2) in [("a", "any"), ("any", "a"), ("any", "any")] {
+        let (lab, first) = overtaken(keyed, w1, w2).await;
+        let error = first.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 2), "{w1} {w2}");
+        assert!(error.to_string().contains("another write was handed over"), "{error}");
+    }
+    // The same key is in doubt meanwhile, so that the later one is not even sent.
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(1));
+    let service = service(&lab, keyed(&lab));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND / 2).await;
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert!(matches!(refusal(&error), Refusal::KeyInDoubt(_)));
+    assert_eq!((error.outcome(), first.await.unwrap().unwrap(), lab.writes()), (Outcome::NotDone, 1, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn h21_two_writes_with_one_key_at_once_and_the_lost_one_is_not_replayed_over_the_other() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Err(closed()))).write(later(2 * SECOND, Ok(2)));
+    let service = service(&lab, by_account(absent(&lab)));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND / 2).await;
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    let error = first.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), second.await.unwrap().unwrap(), lab.writes()), (Outcome::NotDone, 2, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_in_doubt_turns_later_writes_away_with_that_doubt_until_it_is_settled() {
+    for shared in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2)).write(answer(3));
+        let (memory, store) = (MemoryLedger::new(), Store::new(&lab.log));
+        let layer = by_account(WriteSafetyLayer::refuse());
+        let layer = if shared { layer.ledger(store.clone()) } else { layer.ledger(memory.clone()) };
+        let service = service(&lab, layer);
+        let lost = service.clone().oneshot(to("a")).await.unwrap_err();
+        assert_eq!(lost.outcome(), Outcome::Unknown);
+        let entry = match shared {
+            true => store.in_doubt().await.unwrap().remove(0),
+            false => memory.in_doubt().await.unwrap().remove(0),
+        };
+        assert_eq!(entry.key.as_deref(), Some("a"));
+
+        let error = service.clone().oneshot(to("a")).await.unwrap_err();
+        assert_eq!(
+            (error.outcome(), refusal(&error).clone()),
+            (Outcome::NotDone, Refusal::KeyInDoubt(entry.id))
+        );
+        assert!(matches!(
+            error.get_ref::<LedgerError>(),
+            Some(LedgerError::KeyInDoubt { id, method }) if *id == entry.id && method == "pay"
+        ));
+        assert_eq!(service.clone().oneshot(to("b")).await.unwrap(), 2);
+        match shared {
+            true => store.forget(entry.id, "jane").await.unwrap(),
+            false => memory.forget(entry.id, "jane").await.unwrap(),
+        }
+        assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 3);
+    }
+}
+
+// ===== Idempotent writes =====
+
+#[tokio::test(start_paused = true)]
+async fn an_idempotent_write_is_replayed_once_without_a_check_if_that_is_declared() {
+    let idempotent = || Tagged::new("w", Effect::Idempotent).named("put");
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let layer = WriteSafetyLayer::refuse().replay_idempotent();
+    assert_eq!(service(&lab, layer.clone()).oneshot(idempotent()).await.unwrap(), 2);
+    let doubt = Seen::InDoubt { verdict: None, reason: None, replayed: true, outcome: None };
+    assert_eq!(lab.events.all(), [doubt, Seen::Call { attempts: 2, outcome: None }]);
+
+    // Once, and not one that may do more than the same again.
+    for (request, writes) in [(idempotent(), 2), (write(), 1)] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(fail(closed()));
+        let error = service(&lab, layer.clone()).oneshot(request).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, writes));
+    }
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let error = service(&lab, WriteSafetyLayer::refuse()).oneshot(idempotent()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+
+    // A slow one, once its bytes are out.
+    let lab = Lab::new();
+    lab.write(marked(3 * SECOND, 3600 * SECOND, Ok(1))).write(answer(2));
+    assert_eq!(service(&lab, layer.clone().attempt_timeout(SECOND)).oneshot(idempotent()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "3000 write"]);
+
+    // Not over another write.
+    let lab = Lab::new();
+    lab.write(hang()).write(answer(2));
+    let service = service(&lab, layer.attempt_timeout(SECOND));
+    let first = tokio::spawn(service.clone().oneshot(idempotent()));
+    tokio::time::sleep(SECOND / 2).await;
+    assert_eq!(service.clone().oneshot(idempotent()).await.unwrap(), 2);
+    let error = first.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 2));
+}
+
+// ===== Idempotency keys =====
+
+/// A server that keeps keys: what it does with the n-th request, and the keys it saw.
+#[derive(Clone, Default)]
+struct Keeper {
+    keys: Arc<Mutex<Vec<Value>>>,
+    answers: Arc<Mutex<Vec<Result<Value, CallError>>>>,
+}
+
+impl Keeper {
+    fn new(answers: impl IntoIterator<Item = Result<Value, CallError>>) -> Self {
+        let mut answers: Vec<_> = answers.into_iter().collect();
+        answers.reverse();
+        Self { keys: Arc::default(), answers: Arc::new(Mutex::new(answers)) }
+    }
+
+    fn service(
+        &self,
+        layer: WriteSafetyLayer<Request, Response>,
+    ) -> impl Service<Request, Response = Response, Error = CallError, Future: Send> + Clone + Send + 'static
+    {
+        let keeper = self.clone();
+        let server = service_fn(move |request: Request| {
+            let params: Value = request.params().unwrap();
+            keeper.keys.lock().unwrap().push(params["arguments"]["key"].clone());
+            let answer = keeper.answers.lock().unwrap().pop().expect("a request that nobody expected");
+            async move { answer.map(|answer| Response::new(answer).unwrap()) }
+        });
+        ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(layer).service(server)
+    }
+
+    fn keys(&self) -> Vec<Value> {
+        self.keys.lock().unwrap().clone()
+    }
+}
+
+fn payment() -> Request {
+    Request::new("tools/call", json!({ "name": "pay", "arguments": { "amount": 7 } })).unwrap()
+}
+
+fn with_key() -> KeyedWrites<Request, Response> {
+    KeyedWrites::argument("/key").honoured_for(3600 * SECOND)
+}
+
+fn refuse() -> WriteSafetyLayer<Request, Response> {
+    WriteSafetyLayer::refuse()
+}
+
+fn server_error(code: i64) -> CallError {
+    let error: goaround::ServerError =
+        serde_json::from_value(json!({ "code": code, "message": "m" })).unwrap();
+    CallError::answered(error)
+}
+
+#[tokio::test(start_paused = true)]
+async fn h18_a_key_is_the_same_over_the_attempts_of_a_call_and_another_for_each_call() {
+    let keeper = Keeper::new([Err(closed()), Ok(json!("done")), Ok(json!("done"))]);
+    let service = keeper.service(refuse().keyed(with_key()));
+    for _ in 0..2 {
+        let answer: String = service.clone().oneshot(payment()).await.unwrap().parse().unwrap();
+        assert_eq!(answer, "done");
+    }
+    let keys = keeper.keys();
+    assert_eq!(keys.len(), 3);
+    assert_eq!(keys[0], keys[1]);
+    assert_ne!(keys[1], keys[2]);
+    let id: EntryId = keys[0].as_str().unwrap().parse().unwrap();
+    assert!(id.is_own());
+}
+
+#[tokio::test(start_paused = true)]
+async fn h19_a_key_is_no_reason_for_a_replay_where_nobody_declared_that_it_is_kept() {
+    let own = Request::new("tools/call", json!({ "arguments": { "key": "mine" } })).unwrap();
+    for (layer, request) in [
+        (refuse().keyed(KeyedWrites::argument("/key")), payment()),
+        (refuse().keyed(with_key()), own),
+        (refuse().keyed(with_key()), Request::new("doc/put", json!({})).unwrap()),
+        (refuse(), payment()),
+    ] {
+        let keeper = Keeper::new([Err(closed())]);
+        let error = keeper.service(layer).oneshot(request).await.unwrap_err();
+        assert_eq!((error.outcome(), keeper.keys().len()), (Outcome::Unknown, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h09_a_key_whose_time_is_over_by_either_clock_is_no_reason_for_a_replay() {
+    /// How far each clock goes while the server holds the call, and whether it is replayed.
+    const CASES: [(u64, i64, bool); 6] = [
+        (10, 10, true),
+        (20, 20, false),
+        // The machine slept: the monotonic clock stood still.
+        (1, 20, false),
+        // The wall clock was set forward, or back.
+        (1, 3600, false),
+        (1, -1, false),
+        // It was set back by less than what had passed: the other clock counts.
+        (20, 1, false),
+    ];
+    for (monotonic, wall, replayed) in CASES {
+        let clock = Arc::new(AtomicU64::new(1_000_000));
+        let now = Arc::clone(&clock);
+        let layer = refuse()
+            .keyed(KeyedWrites::argument("/key").honoured_for(20 * SECOND))
+            .wall_clock(move || SystemTime::UNIX_EPOCH + Duration::from_secs(now.load(Ordering::Relaxed)));
+        let attempts = Arc::new(AtomicU32::new(0));
+        let server = service_fn({
+            let (attempts, clock) = (Arc::clone(&attempts), Arc::clone(&clock));
+            move |_: Request| {
+                let first = attempts.fetch_add(1, Ordering::Relaxed) == 0;
+                let clock = Arc::clone(&clock);
+                async move {
+                    if !first {
+                        return Ok(Response::new(1).unwrap());
+                    }
+                    tokio::time::sleep(Duration::from_secs(monotonic)).await;
+                    clock.fetch_add(wall as u64, Ordering::Relaxed);
+                    Err(closed())
+                }
+            }
+        });
+        let result = layer.layer(server).oneshot(payment()).await;
+        assert_eq!(result.is_ok(), replayed, "{monotonic} {wall}");
+        assert_eq!(attempts.load(Ordering::Relaxed), 1 + u32::from(replayed), "{monotonic} {wall}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h10_an_answer_to_our_own_key_is_read_by_the_callers_mapping() {
+    let mapped = || {
+        with_key().answers(|answer: Result<&Response, &CallError>| {
+            let error: &goaround::ServerError = answer.err()?.get_ref()?;
+            match error.code {
+                409 => Some(KeyedAnswer::Landed(None)),
+                410 => Some(KeyedAnswer::Landed(Some(Response::new("its result").unwrap()))),
+                425 => Some(KeyedAnswer::InFlight { recheck_after: 5 * SECOND }),
+                _ => None,
+            }
+        })
+    };
+    // "Already exists": it landed, and its result is lost, or is in the answer.
+    let keeper = Keeper::new([Err(closed()), Err(server_error(409))]);
+    let error = keeper.service(refuse().keyed(mapped())).oneshot(payment()).await.unwrap_err();
+    assert_eq!((error.outcome(), error.may_have_landed()), (Outcome::DoneResultLost, true));
+    let keeper = Keeper::new([Err(closed()), Err(server_error(410))]);
+    let answer = keeper.service(refuse().keyed(mapped())).oneshot(payment()).await.unwrap();
+    assert_eq!(answer.raw().get(), r#""its result""#);
+
+    // "In progress": the check is asked later; without one it is unknown, and not sent a third time.
+    let keeper = Keeper::new([Err(closed()), Err(server_error(425))]);
+    let error = keeper.service(refuse().keyed(mapped())).oneshot(payment()).await.unwrap_err();
+    assert_eq!((error.outcome(), keeper.keys().len()), (Outcome::Unknown, 2));
+    let start = tokio::time::Instant::now();
+    let keeper = Keeper::new([Err(closed()), Err(server_error(425))]);
+    let found = |doubt: InDoubt<Request, Response>| async move {
+        Ok::<_, BoxError>(doubt.landed(Response::new("found").unwrap()))
+    };
+    let layer = WriteSafetyLayer::new(found).keyed(mapped());
+    let answer = keeper.service(layer).oneshot(payment()).await.unwrap();
+    assert_eq!((answer.raw().get(), start.elapsed()), (r#""found""#, 5 * SECOND));
+
+    // Without a mapping the answer stands, and says that our own first attempt may be the reason.
+    let keeper = Keeper::new([Err(closed()), Err(server_error(409))]);
+    let error = keeper.service(refuse().keyed(with_key())).oneshot(payment()).await.unwrap_err();
+    assert_eq!((error.outcome(), error.may_have_landed()), (Outcome::Answered, true));
+    assert!(!error.is_safe_to_repeat());
+}
+
+// ===== Declared fences =====
+
+#[tokio::test(start_paused = true)]
+async fn each_fence_says_in_the_event_what_it_is_and_who_says_so() {
+    type Says = fn(&Doubt) -> Verdict<Res>;
+    let fences: [(Says, Value); 4] = [
+        (
+            |doubt| doubt.not_landed_deduplicated(SECOND),
+            json!({ "fence": "deduplicated", "window": { "secs": 1, "nanos": 0 }, "basis": "declared" }),
+        ),
+        (|doubt| doubt.not_landed_conditional(), json!({ "fence": "conditional", "basis": "declared" })),
+        (|doubt| doubt.not_landed_terminal_task(), json!({ "fence": "terminal_task", "basis": "declared" })),
+        (
+            |doubt| doubt.not_landed_because("why"),
+            json!({ "fence": "because", "why": "why", "basis": "declared" }),
+        ),
+    ];
+    for (says, expected) in fences {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let layer = WriteSafetyLayer::new(move |doubt: Doubt| async move { Ok(says(&doubt)) });
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+        let doubt = &lab.events.raw()[0];
+        assert_eq!(doubt["fence"], expected);
+        assert_eq!(doubt["attempts"][0]["settled"], json!({ "not_landed": expected }));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h09_a_check_cannot_name_a_key_whose_time_is_over() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Err(closed())));
+    let layer =
+        WriteSafetyLayer::new(|doubt: Doubt| async move { Ok(doubt.not_landed_deduplicated(SECOND)) });
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    assert!(error.to_string().contains("the time is over"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn h05_what_was_found_in_part_is_asked_for_again_and_never_replayed() {
+    type Says = fn(&Doubt, u32) -> Verdict<Res>;
+    let ends: [(Says, Outcome, usize); 3] = [
+        (|doubt, _| doubt.partial(), Outcome::Unknown, 5),
+        // It was undone, perhaps by somebody else: not for us to do again.
+        (
+            |doubt, n| if n == 0 { doubt.partial() } else { doubt.not_landed_because("gone") },
+            Outcome::Unknown,
+            2,
+        ),
+        (
+            |doubt, n| if n == 0 { doubt.partial() } else { doubt.landed_without_result() },
+            Outcome::DoneResultLost,
+            2,
+        ),
+    ];
+    for (says, outcome, checks) in ends {
+        let lab = Lab::new();
+        lab.write(fail(closed()));
+        let (log, asked) = (lab.log.clone(), Arc::new(AtomicU32::new(0)));
+        let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+            log.note("check");
+            let asked = asked.fetch_add(1, Ordering::Relaxed);
+            async move { Ok(says(&doubt, asked)) }
+        });
+        let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes(), lab.log.count("check")), (outcome, 1, checks));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_that_always_says_in_flight_is_asked_so_often_and_no_more() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let log = lab.log.clone();
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        log.note("check");
+        async move { Ok(doubt.in_flight(SECOND)) }
+    });
+    let error = service(&lab, layer.max_rechecks(3)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.log.count("check")), (Outcome::Unknown, 4));
+    assert!(error.to_string().contains("after 4 checks"), "{error}");
+}
+
+// ===== Resolving =====
+
+fn lost(store: &Store, entered: SystemTime) -> Entry {
+    let mut entry: Entry = serde_json::from_value(json!({
+        "id": format!("{:032x}-3-4", 7), "method": "pay", "effect": "write", "entered_ms": 0,
+        "changed_ms": 0, "attempts": 1, "state": "open", "revision": 1, "stack": 1,
+    }))
+    .unwrap();
+    entry.entered = entered;
+    store.table.lock().unwrap().insert(entry.id, entry.clone());
+    entry
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_dead_process_left_is_settled_by_fence_and_check() {
+    let says = |verdict: fn(&Doubt) -> Verdict<Res>| {
+        move |doubt: Doubt| async move {
+            doubt.probe(read()).await?;
+            Ok::<_, BoxError>(verdict(&doubt))
+        }
+    };
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let entry = lost(&store, SystemTime::now());
+    // Without a fence it can only have landed.
+    let resolve = || Resolve::new(&store, &entry, write()).on_event(lab.events.sink());
+    let resolved = resolve().run_over(says(|doubt| doubt.not_landed()), lab.connection()).await.unwrap();
+    let State::InDoubt { reason } = &resolved.state else { panic!("{resolved:?}") };
+    assert!(reason.contains("quarantine(..)"), "{reason}");
+    assert_eq!(store.in_doubt().await.unwrap().len(), 1);
+    // A stale one does not count.
+    let stale = resolve().run_over(says(|doubt| doubt.not_landed()), lab.connection()).await;
+    assert!(matches!(stale, Err(LedgerError::Conflict(_))));
+
+    let entry = store.in_doubt().await.unwrap().remove(0);
+    let start = tokio::time::Instant::now();
+    let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND).on_event(lab.events.sink());
+    let resolved = resolve.run_over(says(|doubt| doubt.not_landed()), lab.connection()).await.unwrap();
+    assert_eq!((resolved.verdict, start.elapsed()), (VerdictKind::NotLanded, 20 * SECOND));
+    assert_eq!(
+        store.state(),
+        State::NotLanded { why: "declared: quarantine of 20s".into(), basis: goaround::FenceBasis::Declared }
+    );
+    assert_eq!((lab.events.doubts(), lab.writes()), (2, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quarantine_counts_from_when_the_owner_was_known_to_be_gone() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let mut entry = lost(&store, SystemTime::now());
+    entry.orphaned = Some(tokio::time::Instant::now());
+    tokio::time::sleep(15 * SECOND).await;
+    let start = tokio::time::Instant::now();
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND);
+    let resolved = resolve.run_over(check, lab.connection()).await.unwrap();
+    assert_eq!((resolved.verdict, start.elapsed()), (VerdictKind::NotLanded, 5 * SECOND));
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_restart_only_the_wall_clock_counts_and_one_that_was_set_back_is_unknown() {
+    let lab = Lab::new();
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed_deduplicated(60 * SECOND)) };
+    for (passed, verdict) in
+        [(30, VerdictKind::NotLanded), (60, VerdictKind::Unknown), (-5_i64, VerdictKind::Unknown)]
+    {
+        let store = Store::new(&lab.log);
+        let entered = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let entry = lost(&store, entered);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs((1_000_000 + passed) as u64);
+        let resolve = Resolve::new(&store, &entry, write()).wall_clock(move || now);
+        let resolved = resolve.run_over(check, lab.connection()).await.unwrap();
+        assert_eq!(resolved.verdict, verdict, "{passed}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_of_what_was_left_open_may_only_read_and_a_stack_says_what_that_is() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let entry = lost(&store, SystemTime::now());
+    let stack = Stack::builder(lab.connector())
+        .classify(|request: &Req| (**request == "look").then_some(Effect::ReadOnly))
+        .build()
+        .unwrap();
+    let check = |doubt: Doubt| async move {
+        let refused = doubt.probe(write()).await.unwrap_err();
+        assert_eq!(*refusal(&refused), Refusal::NotAProbe);
+        // Tagged as a write, and to this stack a read.
+        let found = doubt.probe(Tagged::new("look", Effect::Write)).await?;
+        Ok::<_, BoxError>(doubt.landed(found + 1))
+    };
+    let resolved = Resolve::new(&store, &entry, write()).run(check, &stack).await.unwrap();
+    assert_eq!((resolved.response, lab.reads(), lab.writes()), (Some(1), 1, 0));
+    assert_eq!(store.state(), State::Landed { by: "check".into() });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stack_gives_its_ledger_away() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let stack = Stack::builder(lab.connector()).build().unwrap();
+    stack.send(write()).await.unwrap_err();
+    let entries = stack.ledger().in_doubt().await.unwrap();
+    assert_eq!(entries.len(), 1);
+    stack.ledger().forget(entries[0].id, "jane").await.unwrap();
+    assert!(stack.clone().ledger().in_doubt().await.unwrap().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn arguments_are_in_the_ledger_only_if_the_caller_keeps_them() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let ledger = MemoryLedger::new();
+    let layer = WriteSafetyLayer::refuse().ledger(ledger.clone());
+    let layer = layer.keep_arguments(|request: &Req| Some(format!("to {}", **request)));
+    service(&lab, layer).oneshot(to("a")).await.unwrap_err();
+    assert_eq!(ledger.in_doubt().await.unwrap()[0].arguments.as_deref(), Some("to a"));
+}
