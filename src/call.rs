@@ -51,6 +51,16 @@ pub trait Call: Sized {
     /// never replayed, whatever its effect.
     fn try_clone(&self) -> Option<Self>;
 
+    /// A copy for another attempt of the same call, with all that the layers have noted. Requests of this crate
+    /// make it in one go; there is nothing to implement.
+    #[doc(hidden)]
+    #[inline]
+    fn replica(&self) -> Option<Self> {
+        let mut copy = self.try_clone()?;
+        *copy.context_mut() = self.context().for_attempt();
+        Some(copy)
+    }
+
     /// Gives this call `limit` from now, over all of its attempts; wins over a layer's default.
     ///
     /// A limit too large to be an instant counts as [`Deadline::Never`].
@@ -212,18 +222,18 @@ pub struct CallId(
 const SEQUENCE_BITS: u32 = 20;
 
 impl CallId {
+    /// The id that such a text says; no call has a zero in it.
+    pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
+        let fits = source < 1 << (u64::BITS - SEQUENCE_BITS) && sequence < 1 << SEQUENCE_BITS;
+        NonZeroU64::new(source << SEQUENCE_BITS | sequence).filter(|_| fits && source > 0).map(Self)
+    }
+
     const fn source(self) -> u64 {
         self.0.get() >> SEQUENCE_BITS
     }
 
     const fn sequence(self) -> u64 {
         self.0.get() & ((1 << SEQUENCE_BITS) - 1)
-    }
-
-    /// The id of that source and sequence, if there can be one.
-    pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
-        let fits = source >> (u64::BITS - SEQUENCE_BITS) == 0 && sequence >> SEQUENCE_BITS == 0;
-        NonZeroU64::new(source << SEQUENCE_BITS | sequence).filter(|_| fits).map(Self)
     }
 }
 
@@ -515,7 +525,7 @@ impl CallContext {
     }
 
     /// The context of another attempt of the same call.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn for_attempt(&self) -> Self {
         Self {
             id: self.id,
@@ -525,22 +535,6 @@ impl CallContext {
             events: self.events.share(),
             marks: self.marks,
         }
-    }
-
-    /// Whether this is that context [of another attempt](Self::for_attempt), to the last bit.
-    #[inline]
-    fn is_attempt_of(&self, other: &Self) -> bool {
-        let activity = match (&self.activity, &other.activity) {
-            (None, None) => true,
-            (Some(own), Some(others)) => Arc::ptr_eq(own, others),
-            _ => false,
-        };
-        activity
-            && self.events.is(&other.events)
-            && self.id == other.id
-            && self.deadline == other.deadline
-            && self.attempt_until == other.attempt_until
-            && self.marks == other.marks
     }
 }
 
@@ -562,14 +556,7 @@ pub(crate) fn effect_of<R: Call>(request: &R) -> Effect {
 /// A copy of the request for another attempt of the same call.
 #[inline(always)]
 pub(crate) fn replica<R: Call>(request: &R) -> Option<R> {
-    let mut copy = request.try_clone();
-    // Requests of this crate have seen to that.
-    if let Some(copy) = &mut copy
-        && !copy.context().is_attempt_of(request.context())
-    {
-        *copy.context_mut() = request.context().for_attempt();
-    }
-    copy
+    request.replica()
 }
 
 /// Where a layer takes the ids of calls from. A clone is a source of its own.
@@ -874,13 +861,22 @@ impl<R> Call for Tagged<R> {
 
     #[inline(always)]
     fn try_clone(&self) -> Option<Self> {
+        let method = match &self.method {
+            Cow::Borrowed(method) => Cow::Borrowed(*method),
+            Cow::Owned(method) => Cow::Owned(method.clone()),
+        };
         Some(Self {
             request: (self.clone)(&self.request)?,
             clone: self.clone,
             effect: self.effect,
-            method: self.method.clone(),
+            method,
             context: self.context.for_attempt(),
         })
+    }
+
+    #[inline(always)]
+    fn replica(&self) -> Option<Self> {
+        self.try_clone()
     }
 }
 

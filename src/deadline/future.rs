@@ -39,19 +39,8 @@ enum State<F> {
 
 impl<F> ResponseFuture<F> {
     #[inline]
-    pub(super) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
+    pub(crate) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
         Self { state: State::Called(future), timer: None, until, effect, report }
-    }
-
-    /// A call that was waited for elsewhere, with the timer if it had one.
-    pub(crate) fn resumed(
-        future: F,
-        timer: Option<Pin<Box<Sleep>>>,
-        until: Until,
-        effect: Effect,
-        report: Option<Report>,
-    ) -> Self {
-        Self { state: State::Called(future), timer, until, effect, report }
     }
 
     pub(super) fn past(error: CallError, effect: Effect) -> Self {

@@ -49,7 +49,8 @@ pub(super) struct Direct<A, M: Service<()>, Req> {
     /// with the call.
     kept: Option<Req>,
     /// Made when the attempt is first pending.
-    timer: Option<Pin<Box<Sleep>>>,
+    #[pin]
+    timer: Option<Sleep>,
     outermost: bool,
 }
 
@@ -130,10 +131,10 @@ where
     #[inline]
     pub(super) fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<A::Output> {
         let mut this = self.project();
-        if let Some(timer) = this.timer {
+        if let Some(timer) = this.timer.as_mut().as_pin_mut() {
             // The timer first, as in the deadline layer, so that the poll after it is the one more.
             let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
-            let fired = until.poll_timer(timer.as_mut(), cx).is_ready();
+            let fired = until.poll_timer(timer, cx).is_ready();
             if let Poll::Ready(result) = this.attempt.poll(cx) {
                 return Poll::Ready(this.lane.ended(result));
             }
@@ -147,8 +148,8 @@ where
         }
         let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
         let Some(at) = until.instant() else { return Poll::Pending };
-        let timer = this.timer.insert(Box::pin(sleep_until(at)));
-        if until.poll_timer(timer.as_mut(), cx).is_pending() {
+        this.timer.set(Some(sleep_until(at)));
+        if this.timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
             return Poll::Pending;
         }
         // The time ran out while the attempt was polled: once more.
@@ -191,8 +192,8 @@ where
         let retries = Arc::clone(&this.lane.retries);
         let retrying = retry::ResponseFuture::read(attempt, retries, kept, None, false);
         let passing = write_safety::ResponseFuture::passing(retrying, None, call, basis, Effect::ReadOnly);
-        let timer = this.timer.take();
-        Some(deadline::ResponseFuture::resumed(passing, timer, until, Effect::ReadOnly, report))
+        // Should there be more to wait for, the layer makes a timer of its own: this one cannot be moved.
+        Some(deadline::ResponseFuture::new(passing, until, Effect::ReadOnly, report))
     }
 }
 
