@@ -1,7 +1,10 @@
 //! That the simulator can fail: declarations that are not true, connections that lie, and, in a build with
 //! `--cfg goaround_controls`, guards of the crate that are switched off. Each must be found out.
 
-use crate::{Kind, world::Lies};
+use crate::{
+    Kind,
+    world::{Favours, Lies},
+};
 
 /// Something that is wrong on purpose.
 pub struct Control {
@@ -15,6 +18,7 @@ pub struct Control {
 }
 
 const TRUE: Lies = Lies {
+    favours: Favours::Nothing,
     short_quarantine: false,
     exit_ends_nothing: false,
     because: false,
@@ -141,16 +145,25 @@ const fn guard(
     Control { name, kind, lies: TRUE, guard: Some(guard), shows_as }
 }
 
+/// The same, in worlds that have more of what needs that guard.
+#[cfg(goaround_controls)]
+const fn in_worlds_with(favours: Favours, control: Control) -> Control {
+    Control { lies: Lies { favours, ..TRUE }, ..control }
+}
+
 /// What can be switched off in the crate.
 #[cfg(goaround_controls)]
 pub const GUARDS: &[Control] = {
     use goaround::Guard;
     &[
-        guard(
-            "what is held up is sent after its attempt's time",
-            Kind::Lean,
-            Guard::AttemptTime,
-            &["duplicates"],
+        in_worlds_with(
+            Favours::SlowConnects,
+            guard(
+                "what is held up is sent after its attempt's time",
+                Kind::Lean,
+                Guard::AttemptTime,
+                &["duplicates"],
+            ),
         ),
         guard("the last byte ignored", Kind::Full, Guard::LastByte, &["duplicates"]),
         guard("precedence dropped", Kind::Full, Guard::Precedence, &["lies"]),
@@ -161,7 +174,10 @@ pub const GUARDS: &[Control] = {
         guard("the deadline's timer off", Kind::Full, Guard::Timer, &["late"]),
         guard("no fence needed", Kind::Full, Guard::Fence, &["duplicates"]),
         guard("the check before the fence", Kind::Full, Guard::FenceFirst, &["duplicates"]),
-        guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"]),
+        in_worlds_with(
+            Favours::Overlap,
+            guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"]),
+        ),
         guard("a process gone without its group", Kind::Full, Guard::Group, &["duplicates"]),
         guard("a fence over unwritten bytes", Kind::Full, Guard::Unsent, &["duplicates"]),
         guard("other writes since ignored", Kind::Full, Guard::OtherWrites, &["overwritten"]),
@@ -170,8 +186,14 @@ pub const GUARDS: &[Control] = {
         guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),
         guard("handed over before it is entered", Kind::Full, Guard::Enter, &["ledger"]),
         guard("replayed without a claim", Kind::Full, Guard::Claim, &["ledger"]),
-        guard("a key's window ignored", Kind::Full, Guard::Window, &["duplicates"]),
-        guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"]),
+        in_worlds_with(
+            Favours::Windows,
+            guard("a key's window ignored", Kind::Full, Guard::Window, &["duplicates"]),
+        ),
+        in_worlds_with(
+            Favours::Windows,
+            guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"]),
+        ),
     ]
 };
 

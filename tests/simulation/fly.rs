@@ -24,7 +24,7 @@ use tower::Service;
 use crate::{
     judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
     ledger::Store,
-    world::{Branch, CANARIES, Lies, Seen, World, ms, note},
+    world::{Branch, CANARIES, Favours, Lies, Seen, World, ms, note},
 };
 
 /// What is sent over what.
@@ -131,7 +131,10 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
         layer = layer.quarantine(ms(quarantine));
     }
     if rng.bool() {
-        layer = layer.attempt_timeout(ms(rng.u64(1..8_000)));
+        layer = layer.attempt_timeout(ms(rng.u64(5..8_000)));
+    }
+    if plan.favours == Favours::SlowConnects {
+        layer = layer.attempt_timeout(ms(rng.u64(200..4_000)));
     }
     if rng.u32(0..100) < 20 {
         layer = layer.check_timeout(ms(rng.u64(50..8_000)));

@@ -21,7 +21,7 @@ use tower::Service;
 
 use crate::{
     fly::Harness,
-    world::{Branch, Process, Reply, World, note},
+    world::{Branch, Favours, Process, Reply, World, note},
 };
 
 pub enum Lean {}
@@ -88,7 +88,7 @@ impl Service<()> for Connector {
 /// What comes before a connection is there.
 pub async fn connect(world: &World) -> Result<(), BoxError> {
     world.connecting();
-    sleep(world.wait(2_000)).await;
+    sleep(world.wait(if world.plan().favours == Favours::SlowConnects { 15_000 } else { 2_000 })).await;
     if world.fault(world.plan().faults.connect_hangs) {
         world.cover(Branch::ConnectHung);
         return pending().await;

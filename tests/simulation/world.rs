@@ -40,6 +40,8 @@ pub fn ms(millis: u64) -> Duration {
 /// What is changed about the truth, to see whether it is noticed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lies {
+    /// Not a lie: what the world has more of than others. Where it is nothing the seed decides.
+    pub favours: Favours,
     /// The quarantine that is declared is shorter than what the servers need.
     pub short_quarantine: bool,
     /// Effects are declared to end with a process that leaves some behind.
@@ -68,6 +70,19 @@ pub struct Lies {
     pub says_not_sent: bool,
 }
 
+/// What a world has more of than others, for guards that little else needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Favours {
+    #[default]
+    Nothing,
+    /// Servers that know what was there when they started, beside others that are not gone yet.
+    Overlap,
+    /// Keys that servers keep as long as is declared and no longer, and machines that sleep.
+    Windows,
+    /// Connects that take longer than attempts.
+    SlowConnects,
+}
+
 /// What the seed says of its world.
 #[derive(Debug)]
 pub struct Plan {
@@ -80,6 +95,7 @@ pub struct Plan {
     /// Whether a process sees what was there when it started, and its own writes, and nothing else.
     pub cached: bool,
     pub quarantine: Option<u64>,
+    pub favours: Favours,
     pub independent: bool,
     /// Whether there is no check.
     pub refuses: bool,
@@ -248,7 +264,8 @@ impl Plan {
         let sleeps = sleeps.then(|| (rng.u64(500..15_000), rng.u64(1_000..60_000)));
         let clock_is_set = rng.u32(0..100) < 20 && !lies.clock_stands;
         let clock_is_set = clock_is_set.then(|| (rng.u64(0..15_000), rng.i64(-100_000..100_000)));
-        Self {
+        let mut plan = Self {
+            favours: lies.favours,
             lies,
             marks: rng.bool() && !lies.unmarked,
             ends_effects: ends_effects && !lies.exit_ends_nothing,
@@ -275,6 +292,46 @@ impl Plan {
             few_in_flight: rng.u32(0..100) < 5,
             plain,
             faults,
+        };
+        if lies == Lies::default() {
+            plan.favours = match rng.u32(0..100) {
+                0..4 => Favours::Overlap,
+                4..8 => Favours::Windows,
+                8..12 => Favours::SlowConnects,
+                _ => Favours::Nothing,
+            };
+        }
+        plan.favour(rng);
+        plan
+    }
+
+    fn favour(&mut self, rng: &mut Rng) {
+        match self.favours {
+            Favours::Nothing => {}
+            Favours::Overlap => {
+                (self.cached, self.ends_effects, self.declares_it, self.refuses) = (true, true, true, false);
+                (self.quarantine, self.keeps_keys, self.independent, self.keys) = (None, None, true, false);
+                (self.faults.connect_hangs, self.faults.stall) = (0, 0);
+                self.faults.fates[3] = 40; // ClosesBefore
+                self.faults.read_fails = 20;
+            }
+            Favours::Windows => {
+                let asleep = rng.u64(5_000..40_000);
+                (self.keeps_keys, self.sleeps) =
+                    (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
+                (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
+                // What is handed over arrives at once.
+                (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);
+                self.faults.fates = [0, 40, 0, 0, 0, 5, 0, 0, 0, 5, 5, 5];
+                // Nothing waits for a connection.
+                (self.faults.dies, self.faults.falls_silent, self.faults.read_fails) = (0, 0, 0);
+                self.silence_probe = false;
+            }
+            Favours::SlowConnects => {
+                (self.marks, self.independent, self.keys) = (false, true, false);
+                (self.quarantine, self.refuses) = (Some(LANDS_WITHIN + 1), false);
+                (self.faults.connect_hangs, self.faults.connect_fails, self.faults.check_fails) = (0, 0, 0);
+            }
         }
     }
 }
@@ -587,6 +644,7 @@ impl World {
         let keeps = match self.plan().lies {
             Lies { keys_forgotten: true, .. } => ms(keeps / 20),
             Lies { clock_stands: true, .. } => ms(keeps),
+            _ if self.plan().favours == Favours::Windows => ms(keeps),
             _ => ms(keeps + LONGEST_WAY),
         };
         let now = self.now();
@@ -795,7 +853,10 @@ impl Process {
             return;
         }
         let world = &self.world;
-        let (linger, group_gone) = (world.wait(14_000), world.chance(85));
+        let (linger, group_gone) = match world.plan().favours {
+            Favours::Overlap => (world.wait(20_000), true),
+            _ => (world.wait(14_000), world.chance(85)),
+        };
         note!(world, "process {} closes, gone in {linger:?}, its group too: {group_gone}", self.number);
         let then = self.on_close.lock().unwrap().take();
         if let Some(then) = then {
