@@ -20,7 +20,7 @@ use goaround::{
     jsonrpc::{Request, Response},
     write_safety::{
         KeyedAnswer, KeyedWrites, Resolve,
-        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
+        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State, servers_gone},
     },
 };
 use lab::*;
@@ -940,6 +940,51 @@ async fn a_quarantine_counts_from_when_the_owner_was_known_to_be_gone() {
     let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND);
     let resolved = resolve.run_over(check, lab.connection()).await.unwrap();
     assert_eq!((resolved.verdict, start.elapsed()), (VerdictKind::NotLanded, 5 * SECOND));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_dead_process_entered_before_it_had_started_any_server_was_not_sent() {
+    let lab = Lab::new();
+    let check = |doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    };
+    let gone = Some(tokio::time::Instant::now());
+    for (orphaned, servers_entered, verdict) in [
+        (gone, true, VerdictKind::NotLanded),
+        // Its owner may be about to start one; the connector is one that nobody enters servers for.
+        (None, true, VerdictKind::Unknown),
+        (gone, false, VerdictKind::Unknown),
+    ] {
+        let store = Store::new(&lab.log);
+        let mut entry = lost(&store, SystemTime::now());
+        (entry.orphaned, entry.servers_entered) = (orphaned, servers_entered);
+        assert_eq!(entry.was_never_sent(), verdict == VerdictKind::NotLanded);
+        let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+        assert_eq!(resolved.verdict, verdict);
+        if let State::NotLanded { why, basis } = resolved.state {
+            assert_eq!(why, "observed: nothing was sent, no server had been started");
+            assert_eq!(basis, goaround::FenceBasis::Observed);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_cannot_be_seen_from_here_is_not_waited_for() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let mut entry = lost(&store, SystemTime::now());
+    // Of a boot that nothing is known of.
+    let server = json!({ "pid": 1, "started": 1, "stack": 1, "exit_ends_effects": true });
+    entry.servers = vec![serde_json::from_value(server).unwrap()];
+    let start = tokio::time::Instant::now();
+    assert!(!servers_gone(std::slice::from_ref(&entry), 60 * SECOND).await);
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+    let State::InDoubt { reason } = &resolved.state else { panic!("{resolved:?}") };
+    assert!(reason.contains("cannot be seen from here"), "{reason}");
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    assert!(servers_gone(&[], 60 * SECOND).await);
 }
 
 #[tokio::test(start_paused = true)]

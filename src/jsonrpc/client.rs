@@ -563,7 +563,7 @@ fn poll_waiting(
         return Poll::Ready(Waited::Ended(outcome));
     }
     let context = exchange.request.context();
-    let (deadline, until) = (context.until(), context.attempt_until());
+    let (deadline, until) = (context.until(), context.attempt_until().filter(|_| !off!(AttemptTime)));
     if !polled || (!deadline.has_end() && until.is_none()) {
         return Poll::Pending;
     }

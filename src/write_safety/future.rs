@@ -190,7 +190,7 @@ impl<S, Req> ResponseFuture<S, Req>
 where
     S: Service<Req>,
 {
-    pub(super) fn passing(
+    pub(crate) fn passing(
         attempt: S::Future,
         reporter: Option<Events>,
         call: CallId,
@@ -413,7 +413,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if self.replay.is_some() || self.was_found_in_part() {
+        if (self.replay.is_some() && !off!(Once)) || self.was_found_in_part() {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -490,7 +490,7 @@ where
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             // One replay in all. One more check may run, for the report only.
             return match rule {
                 Rule::Check => self.in_doubt(error),
@@ -901,6 +901,7 @@ where
             Verdict::Landed(response) => return self.landed(response, pending),
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
+                    && !off!(Unsent)
                     && !doubt.is_stopped()
                     && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
@@ -958,7 +959,7 @@ where
                 wait = error.retry_after().unwrap_or_default().saturating_sub(ended_at.elapsed());
             }
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             return Next::Resolve(Err(self.last_error().note("not replayed a second time")));
         }
         let request = self.parts.kept.as_ref().and_then(replica);
@@ -1164,6 +1165,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn is_last_write(&self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &self.parts.hold {
                 Some(hold) => hold.is_last(),
                 None => shared.conflicts.is_last(self.sequence),
@@ -1174,6 +1176,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn claim_replay(&mut self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &mut self.parts.hold {
                 Some(hold) => hold.claim(),
                 None => shared.conflicts.claim(self.sequence),
@@ -1229,7 +1232,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             self.attempts.push(attempt);
         }
         unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt());
-        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
+        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),

@@ -147,9 +147,11 @@ impl FirstSent {
         const OVER: &str = "not replayed: the time is over for which the server keeps the key";
         let now = Instant::now();
         let by_wall = self.clock.now().duration_since(self.wall);
+        let by_wall = if off!(WallClock) { Ok(Duration::ZERO) } else { by_wall };
         let by_wall =
             by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
         let passed = by_wall.max(now.saturating_duration_since(self.at));
+        let passed = if off!(Window) { Duration::ZERO } else { passed };
         match window.checked_sub(passed) {
             Some(left) if !left.is_zero() => Ok(now.checked_add(left)),
             _ => Err(OVER),
@@ -164,6 +166,8 @@ struct Shared {
     ledger: AnyLedger,
     /// This service's number, which tells its writes in the ledger from those of others.
     stack: u64,
+    /// Whether the ledger is told of each server process before anything is sent to it.
+    servers_entered: bool,
 }
 
 /// What one clone of a service and its calls share: a reference count of their own.
@@ -192,12 +196,19 @@ pub struct WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req, Res> WriteSafety<S, Req, Res> {
-    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events, stack: u64) -> Self {
+    fn new(
+        inner: S,
+        config: Arc<Config<Req, Res>>,
+        events: Events,
+        stack: u64,
+        servers_entered: bool,
+    ) -> Self {
         let shared = Arc::new(Shared {
             checks: Semaphore::new(config.max_checks.max(1)),
             conflicts: Arc::default(),
             ledger: config.ledger.clone().unwrap_or_default(),
             stack,
+            servers_entered,
         });
         Self { inner, config, shared, lane: None, events, ids: CallIds::default() }
     }
@@ -219,6 +230,16 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
+    /// What says what a call is taken for.
+    pub(crate) fn classifier(&self) -> Option<&Classifier<Req>> {
+        self.config.classify.as_ref()
+    }
+
+    /// The inner service.
+    pub(crate) fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
     /// What that call is taken for, and who says so.
     pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
         let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
@@ -242,7 +263,8 @@ where
     }
 
     fn call(&mut self, mut request: Req) -> Self::Future {
-        if let Some(classify) = &self.config.classify
+        if !request.context_mut().take_judged()
+            && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
         {
             request.context_mut().stamp(effect, basis);
@@ -260,7 +282,7 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() || context.guarded {
+        if !effect.is_write() || context.is_guarded() {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
@@ -268,7 +290,7 @@ where
         if let Some(outer) = context.activity() {
             outer.take_over();
         }
-        context.guarded = self.config.may_replay();
+        context.set_guarded(self.config.may_replay());
         match self.begin(request, call, effect, basis, outermost) {
             Ok(future) => future,
             Err(error) => ResponseFuture::refused(error),
@@ -349,7 +371,7 @@ where
         let hold = self.shared.conflicts.enter(key.into(), id);
         let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
         // In that order: a doubt that ends its call is in the ledger before its hold goes.
-        if let Some(memory) = self.shared.ledger.memory() {
+        if let Some(memory) = self.shared.ledger.memory().filter(|_| !off!(KeyInDoubt)) {
             memory.admit(hold.key()).map_err(refuse)?;
         }
         Ok(hold)

@@ -17,7 +17,7 @@ use super::{
     EffectCheck, FirstSent, VerdictKind, WallClock,
     account::PATIENCE,
     fence::Fence,
-    ledger::{Entry, Ledger, LedgerError, State},
+    ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
     settle::{Asking, Facts, Held, probe_by},
     verdict::{Erased, Probe, ProbeLog, Verdict},
 };
@@ -35,26 +35,29 @@ use crate::{
 ///
 /// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
 /// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
-/// them ([`Entry::servers`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
-/// to be gone. Without one that can hold in time the check can only find that the write landed. A key that the
-/// server keeps, and a compare-and-set, are none here: they say that a second copy does no harm, and none is
-/// sent, so that the entry stays in doubt.
+/// them ([`Entry::servers`]); or that it had started none ([`Entry::was_never_sent`]); or a
+/// [`quarantine`](Resolve::quarantine), which counts from when the owner is known to be gone. Without one that can
+/// hold in time the check can only find that the write landed. A key that the server keeps, and a compare-and-set,
+/// are none here: they say that a second copy does no harm, and none is sent, so that the entry stays in doubt.
 ///
 /// ```no_run
 /// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
-/// use goaround::write_safety::{Resolve, ledger::Ledger};
+/// use std::time::Duration;
+/// use goaround::write_safety::{Resolve, ledger::{Ledger, servers_gone}};
 ///
 /// # async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
 /// #     Ok(doubt.unknown(""))
 /// # }
 /// # async fn run(ledger: impl Ledger, stack: mcp::Client) -> Result<(), BoxError> {
 /// // At the start, before the first call:
-/// for entry in ledger.in_doubt().await? {
+/// let entries = ledger.in_doubt().await?;
+/// servers_gone(&entries, Duration::from_secs(30)).await;
+/// for entry in &entries {
 ///     // What `keep_arguments(|request| request.raw_params().map(|params| params.get().to_owned()))` kept.
 ///     let Some(arguments) = &entry.arguments else { continue };
 ///     let params: serde_json::Value = serde_json::from_str(arguments)?;
 ///     let request = Request::new(entry.method.clone(), params)?;
-///     let resolved = Resolve::new(&ledger, &entry, request).run(check, &stack).await?;
+///     let resolved = Resolve::new(&ledger, entry, request).run(check, &stack).await?;
 ///     println!("{}: {:?}", entry.id, resolved.state);
 /// }
 /// # Ok(())
@@ -140,7 +143,8 @@ where
     /// Resolves it; probes go over that stack, by its own classification.
     ///
     /// A probe must run on a connection that was made after the old process was gone, or the fence does not count:
-    /// so list and resolve what is in doubt before the first call.
+    /// so list and resolve what is in doubt before the first call, and wait for the servers of all entries
+    /// ([`servers_gone`](super::ledger::servers_gone)) before the first of them.
     ///
     /// # Errors
     ///
@@ -258,7 +262,12 @@ where
 async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant, within: Duration) -> Held {
     const LONGEST_PAUSE: Duration = Duration::from_millis(200);
     let call = entry.id.call();
-    let observable = entry.servers.iter().all(|server| server.exit_ends_effects) && !entry.servers.is_empty();
+    if entry.was_never_sent() {
+        return Ok((Fence::never_sent(call), None));
+    }
+    let declared_end = entry.servers.iter().all(|server| server.exit_ends_effects);
+    let in_sight = entry.servers.iter().all(ServerProcess::can_be_seen) && !entry.servers.is_empty();
+    let observable = declared_end && in_sight;
     // Of this very run a connection may live on, and hold bytes that are not written yet.
     let orphaned = entry.orphaned.or_else(|| (!entry.id.is_own()).then_some(start));
     let holds = orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
@@ -282,7 +291,7 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
             (Some(holds), true) => holds.min(now + pause),
             (Some(holds), false) => holds,
             (None, true) => now + pause,
-            (None, false) => return Err(without_fence(entry, quarantine, observable)),
+            (None, false) => return Err(without_fence(entry, quarantine, declared_end, in_sight)),
         };
         sleep(next.saturating_duration_since(now)).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
@@ -290,21 +299,30 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
 }
 
 /// Why no fence holds, and what would give one.
-fn without_fence(entry: &Entry, quarantine: Option<Duration>, observable: bool) -> Cow<'static, str> {
-    match (quarantine, observable) {
-        (Some(_), _) if entry.id.is_own() => {
+fn without_fence(
+    entry: &Entry,
+    quarantine: Option<Duration>,
+    declared_end: bool,
+    in_sight: bool,
+) -> Cow<'static, str> {
+    match (quarantine, declared_end, in_sight) {
+        (Some(_), ..) if entry.id.is_own() => {
             "absent, but no fence holds: this process made the call itself, and bytes of it may still be to be sent"
         }
-        (Some(_), _) => "absent, but no fence holds: the quarantine does not fit in the time given",
-        (None, true) => {
+        (Some(_), ..) => "absent, but no fence holds: the quarantine does not fit in the time given",
+        (None, true, true) => {
             "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) if entry.servers.is_empty() => {
+        (None, ..) if entry.servers.is_empty() => {
             "absent, but no fence holds: the ledger knows no server process of it; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) => {
+        (None, true, false) => {
+            "absent, but no fence holds: the old server process cannot be seen from here, from another machine \
+             or container; quarantine(..) or not_landed_because(..) would give one"
+        }
+        (None, false, _) => {
             "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) or \
              not_landed_because(..) would give one"
         }

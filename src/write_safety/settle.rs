@@ -121,7 +121,7 @@ where
             };
             facts.checking.store(true, Ordering::Relaxed);
             // What such a check finds absent may leave while it looks.
-            let unsent = facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
+            let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
             let now = Instant::now();
             let until = check_until(self.check_timeout, facts.until.at(now), now);
             let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
@@ -207,6 +207,9 @@ enum Undeclared {
 /// longer than two thirds of the time left, so that a check can still find that the write landed; for a
 /// quarantine, whose length is known, only if it leaves a tenth.
 async fn find_fence(facts: &Facts, quarantine: Option<Duration>) -> Held {
+    if off!(FenceFirst) && quarantine.is_some() {
+        return Ok((Fence::quarantined(facts.call, Duration::ZERO), None));
+    }
     let start = Instant::now();
     let left = facts.until.left(start);
     let patience = start.checked_add(left.map_or(REAPING, |left| left / 3 * 2));
@@ -215,7 +218,7 @@ async fn find_fence(facts: &Facts, quarantine: Option<Duration>) -> Held {
     let observed = async {
         let closure = facts.closure.as_ref().filter(|closure| closure.exit_ends_effects())?;
         let exit = within(patience, closure.exited()).await.flatten()?;
-        exit.group_gone.then(|| (Fence::process_gone(facts.call), Some(exit.at)))
+        (exit.group_gone || off!(Group)).then(|| (Fence::process_gone(facts.call), Some(exit.at)))
     };
     let declared = async {
         let quarantine = quarantine.ok_or(Undeclared::NoQuarantine)?;
@@ -283,7 +286,7 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
 /// server's times was not said of one that cannot be killed.
 pub(super) fn is_still_there(closure: Option<&Closure>) -> bool {
     closure.and_then(Closure::exit).is_some_and(|exit| match cfg!(unix) {
-        true => !exit.group_gone,
+        true => !exit.group_gone && !off!(Group),
         // Elsewhere nothing is known of a group.
         false => exit.status.is_none(),
     })
@@ -302,6 +305,7 @@ async fn last_byte(facts: &Facts) -> Instant {
         // The connection marks nothing.
         (Ok(None), _) => Poll::Ready(facts.since),
         (Err(_), Some(stopped)) => Poll::Ready(stopped),
+        (Err(_), None) if off!(Unsent) => Poll::Ready(facts.since),
         (Err(_), None) => Poll::Pending,
     })
     .await
@@ -344,7 +348,7 @@ fn examine<Res>(
                 Verdict::Unknown("the check named a fence of another call".into())
             } else if !fence.is_of_the_check() && held != Some(&fence) {
                 Verdict::Unknown("the check named a fence that did not hold when it began".into())
-            } else if fence.basis() == FenceBasis::Observed && log.is_stale() {
+            } else if fence.basis() == FenceBasis::Observed && log.is_stale() && !off!(ProbeAge) {
                 Verdict::Unknown("a probe ran on a connection that is older than the fence".into())
             } else {
                 Verdict::NotLanded(fence)

@@ -230,6 +230,7 @@ impl<Req, Res> InDoubt<Req, Res> {
     pub fn not_landed(&self) -> Verdict<Res> {
         match &self.fence {
             Some(fence) => Verdict::NotLanded(fence.clone()),
+            None if off!(Fence) => Verdict::NotLanded(Fence::because(self.call, "none")),
             None => Verdict::Unknown(self.without_fence.clone()),
         }
     }
