@@ -386,9 +386,8 @@ where
         let mut guard = self.lock();
         let state = &mut *guard;
         // Again, under the lock: whoever finds that there is no connection must find why, too.
-        if !self.is_current(generation)
-            && !(off!(Generation) && matches!(state.phase, Phase::Connected { .. }))
-        {
+        let ignored = off!(Generation) && matches!(state.phase, Phase::Connected { .. });
+        if !(self.is_current(generation) || ignored) {
             return;
         }
         self.current.store(0, Ordering::Release);
