@@ -51,6 +51,16 @@ pub trait Call: Sized {
     /// never replayed, whatever its effect.
     fn try_clone(&self) -> Option<Self>;
 
+    /// A copy for another attempt of the same call, with all that the layers have noted. Requests of this crate
+    /// make it in one go; there is nothing to implement.
+    #[doc(hidden)]
+    #[inline]
+    fn replica(&self) -> Option<Self> {
+        let mut copy = self.try_clone()?;
+        *copy.context_mut() = self.context().for_attempt();
+        Some(copy)
+    }
+
     /// Gives this call `limit` from now, over all of its attempts; wins over a layer's default.
     ///
     /// A limit too large to be an instant counts as [`Deadline::Never`].
@@ -212,18 +222,18 @@ pub struct CallId(
 const SEQUENCE_BITS: u32 = 20;
 
 impl CallId {
+    /// The id that such a text says; no call has a zero in it.
+    pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
+        let fits = source < 1 << (u64::BITS - SEQUENCE_BITS) && sequence < 1 << SEQUENCE_BITS;
+        NonZeroU64::new(source << SEQUENCE_BITS | sequence).filter(|_| fits && source > 0).map(Self)
+    }
+
     const fn source(self) -> u64 {
         self.0.get() >> SEQUENCE_BITS
     }
 
     const fn sequence(self) -> u64 {
         self.0.get() & ((1 << SEQUENCE_BITS) - 1)
-    }
-
-    /// The id of that source and sequence, if there can be one.
-    pub(crate) fn from_parts(source: u64, sequence: u64) -> Option<Self> {
-        let fits = source >> (u64::BITS - SEQUENCE_BITS) == 0 && sequence >> SEQUENCE_BITS == 0;
-        NonZeroU64::new(source << SEQUENCE_BITS | sequence).filter(|_| fits).map(Self)
     }
 }
 
@@ -254,14 +264,90 @@ pub struct CallContext {
     activity: Option<Arc<Activity>>,
     /// Where the call's events go, its trail, and what moves its deadline.
     pub(crate) events: Events,
+    marks: Marks,
+}
+
+/// The effect and its basis, and what the layers have noted: in one word, which is written and read as a whole. A
+/// call's context is read just after it was written, and the processor waits where a read spans several writes.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Marks(u32);
+
+impl Marks {
+    const EFFECT: u32 = 0b11;
+    const BASIS: u32 = 0b1100;
     /// Whether a layer resolved the deadline from its default, so that a nested one may shorten it.
-    pub(crate) by_default: bool,
+    const BY_DEFAULT: u32 = 1 << 4;
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
-    pub(crate) entered: bool,
+    const ENTERED: u32 = 1 << 5;
     /// Whether a write-safety layer that may replay the call has it already: of nested ones only that one
     /// settles doubts.
-    pub(crate) guarded: bool,
-    effect: Option<(Effect, Basis)>,
+    const GUARDED: u32 = 1 << 6;
+    /// Whether the stack has asked the classifier, so that its write-safety layer need not.
+    const JUDGED: u32 = 1 << 7;
+
+    #[inline]
+    const fn effect(self) -> Option<Effect> {
+        match self.0 & Self::EFFECT {
+            0 => None,
+            1 => Some(Effect::ReadOnly),
+            2 => Some(Effect::Idempotent),
+            _ => Some(Effect::Write),
+        }
+    }
+
+    #[inline]
+    const fn basis(self) -> Basis {
+        match (self.0 & Self::BASIS) >> 2 {
+            0 => Basis::Default,
+            1 => Basis::Protocol,
+            2 => Basis::Caller,
+            _ => Basis::TrustedAnnotation,
+        }
+    }
+
+    #[inline]
+    const fn stamped(self, effect: Effect, basis: Basis) -> Self {
+        let effect = match effect {
+            Effect::ReadOnly => 1,
+            Effect::Idempotent => 2,
+            Effect::Write => 3,
+        };
+        let basis = match basis {
+            Basis::Default => 0,
+            Basis::Protocol => 1,
+            Basis::Caller => 2,
+            Basis::TrustedAnnotation => 3,
+        };
+        Self(self.0 & !(Self::EFFECT | Self::BASIS) | effect | basis << 2)
+    }
+
+    /// The stamp alone.
+    const fn stamp(self) -> Self {
+        Self(self.0 & (Self::EFFECT | Self::BASIS))
+    }
+
+    #[inline]
+    const fn has(self, mark: u32) -> bool {
+        self.0 & mark != 0
+    }
+
+    #[inline]
+    const fn set(&mut self, mark: u32, to: bool) {
+        self.0 = if to { self.0 | mark } else { self.0 & !mark };
+    }
+}
+
+impl fmt::Debug for Marks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Marks")
+            .field("effect", &self.effect())
+            .field("basis", &self.basis())
+            .field("by_default", &self.has(Self::BY_DEFAULT))
+            .field("entered", &self.has(Self::ENTERED))
+            .field("guarded", &self.has(Self::GUARDED))
+            .field("judged", &self.has(Self::JUDGED))
+            .finish()
+    }
 }
 
 impl CallContext {
@@ -335,32 +421,73 @@ impl CallContext {
     #[inline]
     pub fn set_deadline(&mut self, deadline: Deadline) {
         self.deadline = deadline;
-        self.by_default = false;
+        self.marks.set(Marks::BY_DEFAULT, false);
     }
 
     /// Sets a deadline that came from a layer's default.
     #[inline]
     pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
         self.deadline = deadline;
-        self.by_default = true;
+        self.marks.set(Marks::BY_DEFAULT, true);
     }
 
     /// The effect that somebody stamped on the call.
     #[inline]
     pub fn effect(&self) -> Option<Effect> {
-        self.effect.map(|(effect, _)| effect)
+        self.marks.effect()
     }
 
     /// Who stamped it.
     #[inline]
     pub fn basis(&self) -> Basis {
-        self.effect.map_or(Basis::Default, |(_, basis)| basis)
+        self.marks.basis()
     }
 
     /// Stamps the call: what it may do, and who said so.
     #[inline]
     pub fn stamp(&mut self, effect: Effect, basis: Basis) {
-        self.effect = Some((effect, basis));
+        self.marks = self.marks.stamped(effect, basis);
+    }
+
+    /// Whether a layer resolved the deadline from its default.
+    #[inline]
+    pub(crate) const fn is_by_default(&self) -> bool {
+        self.marks.has(Marks::BY_DEFAULT)
+    }
+
+    /// Whether a layer of this crate has the call already.
+    #[inline]
+    pub(crate) const fn is_entered(&self) -> bool {
+        self.marks.has(Marks::ENTERED)
+    }
+
+    #[inline]
+    pub(crate) const fn set_entered(&mut self, entered: bool) {
+        self.marks.set(Marks::ENTERED, entered);
+    }
+
+    /// Whether a write-safety layer that may replay the call has it already.
+    #[inline]
+    pub(crate) const fn is_guarded(&self) -> bool {
+        self.marks.has(Marks::GUARDED)
+    }
+
+    #[inline]
+    pub(crate) const fn set_guarded(&mut self, guarded: bool) {
+        self.marks.set(Marks::GUARDED, guarded);
+    }
+
+    #[inline]
+    pub(crate) const fn set_judged(&mut self, judged: bool) {
+        self.marks.set(Marks::JUDGED, judged);
+    }
+
+    /// Whether the stack has asked the classifier; said once.
+    #[inline]
+    pub(crate) const fn take_judged(&mut self) -> bool {
+        let judged = self.marks.has(Marks::JUDGED);
+        self.marks.set(Marks::JUDGED, false);
+        judged
     }
 
     /// Until when the current attempt is waited for, where that is earlier than the deadline.
@@ -393,12 +520,12 @@ impl CallContext {
     /// The context as somebody may see it who is not to send the call: nothing of an attempt is in it.
     pub(crate) fn to_be_seen(&self) -> Self {
         // What a layer stamped for the way down says nothing of what somebody makes of the request.
-        let effect = self.effect.filter(|(_, basis)| *basis != Basis::Default);
-        Self { id: self.id, effect, ..self.clone() }
+        let stamp = if self.basis() == Basis::Default { Marks::default() } else { self.marks.stamp() };
+        Self { id: self.id, marks: stamp, ..self.clone() }
     }
 
     /// The context of another attempt of the same call.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn for_attempt(&self) -> Self {
         Self {
             id: self.id,
@@ -406,29 +533,8 @@ impl CallContext {
             attempt_until: self.attempt_until,
             activity: self.activity.clone(),
             events: self.events.share(),
-            by_default: self.by_default,
-            entered: self.entered,
-            guarded: self.guarded,
-            effect: self.effect,
+            marks: self.marks,
         }
-    }
-
-    /// Whether this is that context [of another attempt](Self::for_attempt), to the last bit.
-    #[inline]
-    fn is_attempt_of(&self, other: &Self) -> bool {
-        let activity = match (&self.activity, &other.activity) {
-            (None, None) => true,
-            (Some(own), Some(others)) => Arc::ptr_eq(own, others),
-            _ => false,
-        };
-        activity
-            && self.events.is(&other.events)
-            && self.id == other.id
-            && self.deadline == other.deadline
-            && self.attempt_until == other.attempt_until
-            && self.effect == other.effect
-            && (self.by_default, self.entered, self.guarded)
-                == (other.by_default, other.entered, other.guarded)
     }
 }
 
@@ -437,7 +543,7 @@ impl Clone for CallContext {
         // What moves the deadline is the other call's own.
         let progress = self.progress().map(|progress| Arc::new(Progress::clone(progress)));
         let events = progress.map(Events::with_progress).unwrap_or_default();
-        Self { deadline: self.deadline, events, effect: self.effect, ..Self::default() }
+        Self { deadline: self.deadline, events, marks: self.marks.stamp(), ..Self::default() }
     }
 }
 
@@ -450,14 +556,7 @@ pub(crate) fn effect_of<R: Call>(request: &R) -> Effect {
 /// A copy of the request for another attempt of the same call.
 #[inline(always)]
 pub(crate) fn replica<R: Call>(request: &R) -> Option<R> {
-    let mut copy = request.try_clone();
-    // Requests of this crate have seen to that.
-    if let Some(copy) = &mut copy
-        && !copy.context().is_attempt_of(request.context())
-    {
-        *copy.context_mut() = request.context().for_attempt();
-    }
-    copy
+    request.replica()
 }
 
 /// Where a layer takes the ids of calls from. A clone is a source of its own.
@@ -499,7 +598,8 @@ impl Clone for CallIds {
 ///
 /// A connection that marks says so with [`Activity::adopt`] before the request can be sent. What it then
 /// leaves unmarked has not happened. One that never marks is treated as if all bytes were sent at the
-/// moment that the attempt timed out.
+/// moment that the attempt timed out. One whose call ends alone, without its connection
+/// ([`Scope::Call`](crate::Scope::Call)), before its last byte was marked counts as still being sent.
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,
@@ -761,13 +861,22 @@ impl<R> Call for Tagged<R> {
 
     #[inline(always)]
     fn try_clone(&self) -> Option<Self> {
+        let method = match &self.method {
+            Cow::Borrowed(method) => Cow::Borrowed(*method),
+            Cow::Owned(method) => Cow::Owned(method.clone()),
+        };
         Some(Self {
             request: (self.clone)(&self.request)?,
             clone: self.clone,
             effect: self.effect,
-            method: self.method.clone(),
+            method,
             context: self.context.for_attempt(),
         })
+    }
+
+    #[inline(always)]
+    fn replica(&self) -> Option<Self> {
+        self.try_clone()
     }
 }
 

@@ -22,15 +22,23 @@ const LOOK: Duration = Duration::from_millis(10);
 pub(crate) trait Seat {
     /// Whether the clone itself holds it, besides its calls.
     fn held(&self) -> &AtomicBool;
+
+    /// How many calls are in flight that hold something else in its place.
+    fn besides(&self) -> usize {
+        0
+    }
 }
 
+/// A seat of any kind.
+pub(crate) type AnySeat = dyn Seat + Send + Sync;
+
 /// All seats.
-pub(crate) struct Census<T> {
+pub(crate) struct Census<T: ?Sized> {
     seats: Vec<Weak<T>>,
     sweep_at: usize,
 }
 
-impl<T: Seat> Census<T> {
+impl<T: Seat + ?Sized> Census<T> {
     pub(crate) const fn new() -> Self {
         Self { seats: Vec::new(), sweep_at: 64 }
     }
@@ -47,13 +55,14 @@ impl<T: Seat> Census<T> {
     /// How many calls hold a seat.
     pub(crate) fn in_flight(&self) -> usize {
         let seats = self.seats.iter().filter_map(Weak::upgrade);
-        seats
-            .map(|seat| {
-                let others = 1 + usize::from(seat.held().load(Ordering::Acquire));
-                Arc::strong_count(&seat).saturating_sub(others)
-            })
-            .sum()
+        seats.map(|seat| holding(&seat) + seat.besides()).sum()
     }
+}
+
+/// How many calls hold a seat, of which the caller has a reference of its own.
+pub(crate) fn holding<T: Seat + ?Sized>(seat: &Arc<T>) -> usize {
+    let others = 1 + usize::from(seat.held().load(Ordering::Acquire));
+    Arc::strong_count(seat).saturating_sub(others)
 }
 
 /// Waits until nothing is in flight any more, at most until `end`: how much still is.

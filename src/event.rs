@@ -215,16 +215,6 @@ impl Events {
         self.0.as_ref().is_some_and(|carried| carried.sink.is_some())
     }
 
-    /// Of the same call.
-    #[inline]
-    pub(crate) fn is(&self, other: &Self) -> bool {
-        match (&self.0, &other.0) {
-            (None, None) => true,
-            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
-            _ => false,
-        }
-    }
-
     #[inline]
     pub(crate) fn trail(&self) -> Option<&Arc<Trail>> {
         self.0.as_ref()?.trail.as_ref()
@@ -293,10 +283,10 @@ impl Events {
 /// call, whose `on_event` the layers below use too, and which reports a failure.
 #[inline]
 pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Events) -> bool {
-    if context.entered {
+    if context.is_entered() {
         return false;
     }
-    context.entered = true;
+    context.set_entered(true);
     context.identify(ids);
     if events.is_set() {
         context.events.go_to(events);

@@ -81,6 +81,8 @@
 //!
 //! - [`mcp`]: MCP servers that are child processes, in both eras of the protocol, with the session restored after
 //!   each reconnect. Ready-made effect checks are in [`mcp::checks`], tools that become tasks in [`mcp::tasks`].
+//! - `sdk` (feature `rmcp`): MCP servers behind the client of the official Rust SDK, over stdio and Streamable
+//!   HTTP.
 //! - [`stdio`]: any JSON-RPC server that is a child process.
 //! - [`jsonrpc`]: JSON-RPC over any byte stream.
 //! - Everything else that is a Tower service: requests go in as [`Tagged`], errors by tower's `map_err` and the
@@ -105,6 +107,8 @@
 //!   Needs no further crates.
 //! - `backoff`: schedules of the crate `backoff` for [`RetryReadOnly`]. That crate is unmaintained
 //!   (RUSTSEC-2025-0012), so it is offered and never pulled in by itself.
+//! - `rmcp`: the module `sdk`, the stack around the client of the official MCP SDK. It brings no TLS of its own:
+//!   for `https` addresses turn on one of `rmcp`'s own features, `reqwest` (rustls) or `reqwest-native-tls`.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
@@ -125,6 +129,8 @@ pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;
 pub mod retry;
+#[cfg(feature = "rmcp")]
+pub mod sdk;
 pub mod stack;
 pub mod stdio;
 pub mod write_safety;

@@ -1,5 +1,7 @@
 //! The four layers in their order, as one service.
 
+mod direct;
+
 use std::{
     fmt,
     future::{Future, poll_fn},
@@ -17,18 +19,21 @@ use pin_project::{pin_project, pinned_drop};
 use tokio::{sync::Notify, time::Instant};
 use tower::{Layer, Service};
 
+use self::direct::{Direct, Lane};
 use crate::{
     Basis, BoxError, Call, CallError, Deadline, DeadlineLayer, DeadlineService, Effect, InDoubt, Reconnect,
     ReconnectHandle, ReconnectLayer, Refusal, Retry, RetryReadOnly, RetryReadOnlyLayer, Verdict, WriteSafety,
     WriteSafetyLayer,
-    call::effect_of,
-    census::{Census, Seat, drain},
+    call::{effect_of, replica},
+    census::{AnySeat, Census, Seat, drain},
     connection::{Classifier, classifier_of, register_with, validate},
+    deadline,
     event::{Event, Events},
-    write_safety::ledger::AnyLedger,
+    write_safety::{self, ledger::AnyLedger},
 };
 
 type Layers<M, Req, Res> = DeadlineService<WriteSafety<Retry<Reconnect<M>>, Req, Res>>;
+type Layered<M, Req> = deadline::ResponseFuture<write_safety::ResponseFuture<Retry<Reconnect<M>>, Req>>;
 
 /// Deadline, write safety, retries of reads and reconnecting around a connector, in the one order in which
 /// they work together.
@@ -59,8 +64,15 @@ type Layers<M, Req, Res> = DeadlineService<WriteSafety<Retry<Reconnect<M>>, Req,
 /// ```
 pub struct Stack<M: Service<()>, Req, Res> {
     /// Behind a lock for `send` alone; held while a call is handed over, never while it is waited for.
-    layers: Mutex<Layers<M, Req, Res>>,
+    ways: Mutex<Ways<M, Req, Res>>,
     seat: Arc<StackSeat>,
+}
+
+/// What a clone gives its calls to.
+struct Ways<M: Service<()>, Req, Res> {
+    layers: Layers<M, Req, Res>,
+    /// Made at the first call that goes [the short way](direct), and again for each connection.
+    lane: Option<Arc<Lane<M>>>,
 }
 
 struct StackSeat {
@@ -71,7 +83,7 @@ struct StackSeat {
 struct Shared {
     closing: AtomicBool,
     ended: Notify,
-    census: Mutex<Census<StackSeat>>,
+    census: Mutex<Census<AnySeat>>,
     reconnect: ReconnectHandle,
     /// For what concerns more than one call.
     events: Events,
@@ -111,10 +123,10 @@ where
         let mut request = Some(request);
         async move {
             let handed_over = poll_fn(|cx| {
-                let mut layers = self.layers.lock().unwrap_or_else(PoisonError::into_inner);
-                ready!(layers.poll_ready(cx))?;
+                let mut ways = self.lock();
+                ready!(ways.layers.poll_ready(cx))?;
                 let Some(request) = request.take() else { return Poll::Pending };
-                Poll::Ready(Ok::<_, CallError>(hand_over(&mut layers, &self.seat, request)))
+                Poll::Ready(Ok::<_, CallError>(hand_over(&mut ways, &self.seat, request)))
             });
             handed_over.await?.await
         }
@@ -139,9 +151,12 @@ where
 
 impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     fn new(layers: Layers<M, Req, Res>, shared: Arc<Shared>) -> Self {
-        let seat = Arc::new(StackSeat { shared: Arc::clone(&shared), held: AtomicBool::new(true) });
-        shared.census().enter(&seat);
-        Self { layers: Mutex::new(layers), seat }
+        let seat = StackSeat::new(shared, true);
+        Self { ways: Mutex::new(Ways { layers, lane: None }), seat }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ways<M, Req, Res>> {
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of the connection in use; `None` where there is none. A number that has changed tells that
@@ -155,12 +170,12 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     where
         Req: Call,
     {
-        self.layers.lock().unwrap_or_else(PoisonError::into_inner).get_ref().judge(request)
+        self.lock().layers.get_ref().judge(request)
     }
 
     /// What that deadline is for something that begins now, with the default where it has none of its own.
     pub(crate) fn resolve(&self, deadline: Deadline) -> Deadline {
-        self.layers.lock().unwrap_or_else(PoisonError::into_inner).resolve(deadline)
+        self.lock().layers.resolve(deadline)
     }
 
     /// Where this stack's events go.
@@ -170,7 +185,13 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
 
     /// Where the writes are entered: what is in doubt can be listed and settled there.
     pub fn ledger(&self) -> AnyLedger {
-        self.layers.lock().unwrap_or_else(PoisonError::into_inner).get_ref().ledger()
+        self.lock().layers.get_ref().ledger()
+    }
+
+    /// The connection in use, if it is one of this crate's.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn connection(&self) -> Option<Arc<dyn crate::connection::Connection>> {
+        self.seat.shared.reconnect.connection()
     }
 
     /// How many calls are in flight.
@@ -182,10 +203,10 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
 /// Gives a call to the layers, which are ready, and counts it.
 #[inline]
 fn hand_over<M, Req, Res>(
-    layers: &mut Layers<M, Req, Res>,
+    ways: &mut Ways<M, Req, Res>,
     seat: &Arc<StackSeat>,
-    request: Req,
-) -> ResponseFuture<<Layers<M, Req, Res> as Service<Req>>::Future>
+    mut request: Req,
+) -> ResponseFuture<M, Req, Res>
 where
     M: Service<()> + Send + 'static,
     M::Error: Into<BoxError>,
@@ -195,15 +216,63 @@ where
     Req: Call + Send + 'static,
     Res: Send + 'static,
 {
+    let (writes, mut door) = ways.layers.parts();
+    let judged = match writes.classifier() {
+        Some(classify) => {
+            if let Some((effect, basis)) = classify(&request) {
+                request.context_mut().stamp(effect, basis);
+            }
+            true
+        }
+        None => false,
+    };
+    let effect = effect_of(&request);
+    let retry = writes.get_mut();
+    if !effect.is_write()
+        && retry.is_plain()
+        // Who gives one wants to know on which connection the call is, which only the layers note.
+        && request.context().activity().is_none()
+        && let Some(local) = retry.get_ref().ready_for_read()
+    {
+        let lane = match &ways.lane {
+            Some(lane) if lane.is_on(local) => Arc::clone(lane),
+            _ => {
+                let local = Arc::clone(local);
+                let lane = Lane::new(&seat.shared, retry.handle(), &local);
+                if let Some(old) = ways.lane.replace(Arc::clone(&lane)) {
+                    old.release();
+                }
+                lane
+            }
+        };
+        // The lane was taken before the flag is read: as with the seat below.
+        if lane.shared.closing.load(Ordering::Acquire) {
+            return ResponseFuture::shut_down(&request, effect);
+        }
+        let context = request.context_mut();
+        if context.effect().is_none() {
+            context.stamp(effect, Basis::Default);
+        }
+        let outermost = door.enter(context);
+        if let Err(error) = door.settle(context) {
+            return ResponseFuture::refused(error.of_call(request.method(), effect));
+        }
+        if let Some(kept) = replica(&request)
+            && let Some(connection) = retry.inner_mut().take_ready()
+        {
+            let direct = Direct::new(connection.call(request), lane, kept, outermost);
+            return ResponseFuture { kind: Kind::Direct { direct } };
+        }
+        // It can be sent only once. The layers have not seen it yet.
+        request.context_mut().set_entered(!outermost);
+    }
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
-    let kind = if seat.shared.closing.load(Ordering::Acquire) {
-        let refused = CallError::refused(Refusal::Shutdown);
-        Kind::Refused(Some(refused.of_call(request.method(), effect_of(&request)).with_attempt(None)))
-    } else {
-        Kind::Call { future: layers.call(request), seat }
-    };
-    ResponseFuture { kind }
+    if seat.shared.closing.load(Ordering::Acquire) {
+        return ResponseFuture::shut_down(&request, effect);
+    }
+    request.context_mut().set_judged(judged);
+    ResponseFuture { kind: Kind::Layered { future: ways.layers.call(request), seat } }
 }
 
 impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>
@@ -218,23 +287,23 @@ where
 {
     type Response = Res;
     type Error = CallError;
-    type Future = ResponseFuture<<Layers<M, Req, Res> as Service<Req>>::Future>;
+    type Future = ResponseFuture<M, Req, Res>;
 
     #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
-        self.layers.get_mut().unwrap_or_else(PoisonError::into_inner).poll_ready(cx)
+        self.ways.get_mut().unwrap_or_else(PoisonError::into_inner).layers.poll_ready(cx)
     }
 
     #[inline]
     fn call(&mut self, request: Req) -> Self::Future {
-        let layers = self.layers.get_mut().unwrap_or_else(PoisonError::into_inner);
-        hand_over(layers, &self.seat, request)
+        let ways = self.ways.get_mut().unwrap_or_else(PoisonError::into_inner);
+        hand_over(ways, &self.seat, request)
     }
 }
 
 impl<M: Service<()>, Req, Res> Clone for Stack<M, Req, Res> {
     fn clone(&self) -> Self {
-        let layers = self.layers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let layers = self.lock().layers.clone();
         Self::new(layers, Arc::clone(&self.seat.shared))
     }
 }
@@ -242,12 +311,24 @@ impl<M: Service<()>, Req, Res> Clone for Stack<M, Req, Res> {
 impl<M: Service<()>, Req, Res> Drop for Stack<M, Req, Res> {
     fn drop(&mut self) {
         self.seat.held.store(false, Ordering::Release);
+        if let Some(lane) = &self.ways.get_mut().unwrap_or_else(PoisonError::into_inner).lane {
+            lane.release();
+        }
     }
 }
 
 impl<M: Service<()>, Req, Res> fmt::Debug for Stack<M, Req, Res> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Stack").field("generation", &self.generation()).finish_non_exhaustive()
+    }
+}
+
+impl StackSeat {
+    fn new(shared: Arc<Shared>, held: bool) -> Arc<Self> {
+        let seat = Arc::new(Self { shared, held: AtomicBool::new(held) });
+        let any: Arc<AnySeat> = Arc::<Self>::clone(&seat);
+        seat.shared.census().enter(&any);
+        seat
     }
 }
 
@@ -258,7 +339,7 @@ impl Seat for StackSeat {
 }
 
 impl Shared {
-    fn census(&self) -> MutexGuard<'_, Census<StackSeat>> {
+    fn census(&self) -> MutexGuard<'_, Census<AnySeat>> {
         self.census.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -267,69 +348,170 @@ impl Shared {
 
 /// The future of a [`Stack`]'s call.
 #[pin_project(PinnedDrop)]
-pub struct ResponseFuture<F> {
+pub struct ResponseFuture<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
     #[pin]
-    kind: Kind<F>,
+    kind: Kind<M, Req, Res>,
 }
 
 #[pin_project(project = KindProj)]
-enum Kind<F> {
-    Call {
+enum Kind<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    /// Its attempt is the first, and what the layers would do to it is done in one.
+    Direct {
         #[pin]
-        future: F,
+        direct: Direct<<M::Response as Service<Req>>::Future, M, Req>,
+    },
+    Layered {
+        #[pin]
+        future: Layered<M, Req>,
         seat: Arc<StackSeat>,
     },
     Refused(Option<CallError>),
     Done,
 }
 
-impl<F> ResponseFuture<F> {
+impl<M, Req, Res> ResponseFuture<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    #[cold]
+    fn refused(error: CallError) -> Self {
+        Self { kind: Kind::Refused(Some(error)) }
+    }
+
+    #[cold]
+    fn shut_down(request: &Req, effect: Effect) -> Self {
+        let error = CallError::refused(Refusal::Shutdown);
+        Self::refused(error.of_call(request.method(), effect).with_attempt(None))
+    }
+
     /// The call has ended: a shutdown that waits for that looks again.
     #[inline]
     fn leave(self: Pin<&mut Self>) {
         let mut this = self.project();
         match &*this.kind {
-            Kind::Call { seat, .. } if seat.shared.closing.load(Ordering::Acquire) => {
+            Kind::Direct { direct } if direct.lane.is_closing() => {
+                let lane = Arc::clone(&direct.lane);
+                this.kind.set(Kind::Done);
+                lane.tell();
+            }
+            Kind::Layered { seat, .. } if seat.shared.closing.load(Ordering::Acquire) => {
                 let shared = Arc::clone(&seat.shared);
                 // The seat goes before the word does.
                 this.kind.set(Kind::Done);
                 shared.ended.notify_waiters();
             }
-            Kind::Call { .. } | Kind::Refused(_) => this.kind.set(Kind::Done),
+            Kind::Direct { .. } | Kind::Layered { .. } | Kind::Refused(_) => this.kind.set(Kind::Done),
             Kind::Done => {}
         }
     }
-}
 
-impl<F, Res> Future for ResponseFuture<F>
-where
-    F: Future<Output = Result<Res, CallError>>,
-{
-    type Output = Result<Res, CallError>;
-
-    #[inline]
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let result = match self.as_mut().project().kind.project() {
-            KindProj::Call { future, .. } => ready!(future.poll(cx)),
+    /// Everything but a call that is answered at its first attempt. `ended` is how a direct call's attempt has
+    /// ended just now.
+    #[cold]
+    #[inline(never)]
+    fn poll_rest(
+        mut self: Pin<&mut Self>,
+        ended: Option<CallError>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Res, CallError>> {
+        let mut this = self.as_mut().project();
+        if let (Some(error), KindProj::Direct { direct }) = (ended, this.kind.as_mut().project()) {
+            let shared = Arc::clone(&direct.lane.shared);
+            let Some(future) = direct.layered(error) else { return Poll::Pending };
+            // Counted as both for a moment, never as neither.
+            let seat = StackSeat::new(shared, false);
+            this.kind.set(Kind::Layered { future, seat });
+        }
+        let result = match this.kind.project() {
+            KindProj::Layered { future, .. } => ready!(future.poll(cx)),
             KindProj::Refused(error) => match error.take() {
                 Some(error) => Err(error),
                 None => return Poll::Pending,
             },
-            KindProj::Done => return Poll::Pending,
+            KindProj::Direct { .. } | KindProj::Done => return Poll::Pending,
         };
         self.leave();
         Poll::Ready(result)
     }
 }
 
+impl<M, Req, Res> Future for ResponseFuture<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
+    type Output = Result<Res, CallError>;
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let KindProj::Direct { direct } = self.as_mut().project().kind.project() else {
+            return self.poll_rest(None, cx);
+        };
+        match ready!(direct.poll(cx)) {
+            Ok(response) => {
+                self.leave();
+                Poll::Ready(Ok(response))
+            }
+            Err(error) => self.poll_rest(Some(error), cx),
+        }
+    }
+}
+
 #[pinned_drop]
-impl<F> PinnedDrop for ResponseFuture<F> {
+impl<M, Req, Res> PinnedDrop for ResponseFuture<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
     fn drop(self: Pin<&mut Self>) {
         self.leave();
     }
 }
 
-impl<F> fmt::Debug for ResponseFuture<F> {
+impl<M, Req, Res> fmt::Debug for ResponseFuture<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    <M::Response as Service<Req>>::Future: Send + 'static,
+    Req: Call + Send + 'static,
+    Res: Send + 'static,
+{
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("stack::ResponseFuture { .. }")
     }
@@ -464,9 +646,8 @@ where
             false => (deadline, writes, retry, reconnect),
         };
         let number = writes.number();
-        if let Some(registrar) = writes.registrar(number) {
-            register_with(&mut connector, registrar);
-        }
+        let registrar = writes.registrar(number);
+        let entered = registrar.is_some_and(|registrar| register_with(&mut connector, registrar));
         let reconnecting = reconnect.layer(connector);
         let shared = Arc::new(Shared {
             closing: AtomicBool::new(false),
@@ -476,7 +657,7 @@ where
             reconnect: ReconnectHandle::of(&reconnecting),
             events,
         });
-        let layers = deadline.layer(writes.layer_as(number, retry.layer(reconnecting)));
+        let layers = deadline.layer(writes.layer_as(number, entered, retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))
     }
 }

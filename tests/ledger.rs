@@ -20,12 +20,16 @@ const OWNER: &str = "0000000000000000000000000000002a";
 /// Tells a test that it is the process that is to be killed.
 const ROLE: &str = "GOAROUND_LEDGER_FILE";
 
+/// A call's number has a source, and 20 bits within that.
 fn id(n: u64) -> EntryId {
-    format!("{OWNER}-1-{n}").parse().unwrap()
+    format!("{OWNER}-{}-{}", 1 + (n >> 20), n & 0xf_ffff).parse().unwrap()
 }
 
 fn number(id: EntryId) -> u64 {
-    id.to_string().rsplit('-').next().unwrap().parse().unwrap()
+    let id = id.to_string();
+    let mut numbers = id.rsplit('-').map(|number| number.parse::<u64>().unwrap());
+    let (sequence, source) = (numbers.next().unwrap(), numbers.next().unwrap());
+    ((source - 1) << 20) | sequence
 }
 
 fn entry(n: u64) -> Entry {
@@ -260,6 +264,26 @@ fn a_file_that_may_not_grow_refuses_writes_and_keeps_those_that_it_has() {
     assert_eq!(words(&said).find(|said| said.0 == "refused").map(|said| said.1), Some(entered.len() as u64));
     let ledger = DurableLedger::open(&path).unwrap();
     assert_eq!(found(&runtime().block_on(ledger.in_doubt()).unwrap()), entered);
+}
+
+#[test]
+fn a_ledger_that_was_closed_can_be_opened_at_once_while_children_are_being_started() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ledger");
+    let (stop, stopped) = mpsc::channel::<()>();
+    let spawning = std::thread::spawn(move || {
+        let mut spawned = 0;
+        while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
+            Command::new("true").status().unwrap();
+            spawned += 1;
+        }
+        spawned
+    });
+    for _ in 0..100 {
+        drop(DurableLedger::open(&path).unwrap());
+    }
+    drop(stop);
+    assert!(spawning.join().unwrap() > 0);
 }
 
 // ===== files =====

@@ -39,7 +39,7 @@ enum State<F> {
 
 impl<F> ResponseFuture<F> {
     #[inline]
-    pub(super) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
+    pub(crate) fn new(future: F, until: Until, effect: Effect, report: Option<Report>) -> Self {
         Self { state: State::Called(future), timer: None, until, effect, report }
     }
 

@@ -63,6 +63,7 @@ impl<S> Layer<S> for DeadlineLayer {
 // ===== impl Default =====
 
 impl Default {
+    #[inline]
     pub(super) fn from(self, now: Instant) -> Deadline {
         self.0.map_or(Deadline::Never, |limit| Deadline::after(now, limit))
     }

@@ -129,30 +129,63 @@ impl<S> DeadlineService<S> {
         }
     }
 
+    /// The inner service, and what this layer does to a call before it gives it to that.
+    #[inline]
+    pub(crate) fn parts(&mut self) -> (&mut S, Door<'_>) {
+        (&mut self.inner, Door { default: self.default, events: &self.events, ids: &mut self.ids })
+    }
+}
+
+/// Where a call enters the layer.
+pub(crate) struct Door<'a> {
+    default: layer::Default,
+    events: &'a Events,
+    ids: &'a mut CallIds,
+}
+
+impl Door<'_> {
+    /// Whether the layer is the call's outermost one.
+    #[inline]
+    pub(crate) fn enter(&mut self, context: &mut CallContext) -> bool {
+        event::enter(context, self.ids, self.events)
+    }
+
     /// Settles the call's deadline; `Err` if it has passed already, or nothing bounds an idle limit.
     #[inline]
-    fn settle(&self, context: &mut CallContext) -> Result<Until, CallError> {
+    pub(crate) fn settle(&self, context: &mut CallContext) -> Result<(), CallError> {
         let own = context.deadline();
-        if own == Deadline::Never && !context.by_default {
+        let by_default = context.is_by_default();
+        if own == Deadline::Never && !by_default {
             return bounded(context);
         }
         let now = Instant::now();
         let deadline = match own {
             Deadline::Inherit => self.default.from(now),
-            outer if context.by_default => earlier(outer, self.default.from(now)),
+            outer if by_default => earlier(outer, self.default.from(now)),
             own => own,
         };
-        if own == Deadline::Inherit || context.by_default {
+        if own == Deadline::Inherit || by_default {
             context.set_default_deadline(deadline);
         }
-        if let Some(progress) = context.progress() {
-            progress.begin(now);
+        if context.progress().is_some() {
+            return settle_moving(context, now);
         }
-        let until = bounded(context)?;
-        if until.is_past(now) {
-            return Err(CallError::deadline(Delivery::NotSent));
+        match deadline.is_past(now) {
+            true => Err(CallError::deadline(Delivery::NotSent)),
+            false => Ok(()),
         }
-        Ok(until)
+    }
+}
+
+#[cold]
+fn settle_moving(context: &CallContext, now: Instant) -> Result<(), CallError> {
+    if let Some(progress) = context.progress() {
+        progress.begin(now);
+    }
+    bounded(context)?;
+    match context.until().is_past(now) {
+        true => Err(CallError::deadline(Delivery::NotSent)),
+        false => Ok(()),
     }
 }
 
@@ -174,9 +207,13 @@ where
     fn call(&mut self, mut request: Req) -> Self::Future {
         let effect = effect_of(&request);
         let context = request.context_mut();
-        let report = event::enter(context, &mut self.ids, &self.events).then(|| Report::of(context));
-        match self.settle(context) {
-            Ok(until) => ResponseFuture::new(self.inner.call(request), until, effect, report),
+        let (inner, mut door) = self.parts();
+        let report = door.enter(context).then(|| Report::of(context));
+        match door.settle(context) {
+            Ok(()) => {
+                let until = context.until();
+                ResponseFuture::new(inner.call(request), until, effect, report)
+            }
             Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
         }
     }
@@ -184,16 +221,14 @@ where
 
 /// The limits of the call, which must not be an idle limit alone: a server that goes on reporting progress would
 /// hold the call for ever.
-#[inline]
-fn bounded(context: &CallContext) -> Result<Until, CallError> {
-    let until = context.until();
-    match &until.progress {
-        Some(progress) if progress.idle().is_some() && until.deadline.instant().is_none() => {
+fn bounded(context: &CallContext) -> Result<(), CallError> {
+    match context.progress() {
+        Some(progress) if progress.idle().is_some() && context.deadline().instant().is_none() => {
             Err(CallError::refused(Refusal::Config(
                 "an idle limit needs a maximum: give the call a deadline, or the layer a default",
             )))
         }
-        _ => Ok(until),
+        _ => Ok(()),
     }
 }
 

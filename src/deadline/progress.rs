@@ -302,7 +302,8 @@ impl Until {
 
     /// Ready once the time is up. Where it has moved meanwhile the timer fires early and is set anew, so that
     /// progress itself costs no timer.
-    pub(super) fn poll_timer(&self, timer: Pin<&mut Sleep>, cx: &mut Context<'_>) -> Poll<()> {
+    #[inline]
+    pub(crate) fn poll_timer(&self, timer: Pin<&mut Sleep>, cx: &mut Context<'_>) -> Poll<()> {
         poll_moving(timer, self.progress.as_ref(), |progress, cx| progress.poll_end(self.deadline, cx), cx)
     }
 

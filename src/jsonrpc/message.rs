@@ -159,6 +159,10 @@ impl Call for Request {
     fn try_clone(&self) -> Option<Self> {
         Some(self.for_attempt())
     }
+
+    fn replica(&self) -> Option<Self> {
+        Some(self.for_attempt())
+    }
 }
 
 impl fmt::Debug for Request {

@@ -18,6 +18,7 @@ use super::single_flight::{Local, Shared, Waiter};
 use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
+    call::effect_of,
     deadline::Until,
     event::{CallReport, Event, Events},
 };
@@ -73,11 +74,16 @@ where
     },
     /// On its way to one.
     Unsent(Box<Unsent<M, Req>>),
+    /// Was with the connection, and has failed.
+    Failed { error: Option<CallError>, local: Arc<Local<M>> },
     /// Refused at once.
     Refused(Option<CallError>),
     /// Has resolved.
     Done,
 }
+
+/// An attempt, and the connection that it is on.
+type Handed<M, Req> = (<<M as Service<()>>::Response as Service<Req>>::Future, Arc<Local<M>>);
 
 enum Unsent<M: Service<()>, Req> {
     /// Waits for a connection.
@@ -113,6 +119,13 @@ where
         }
         let local = Arc::clone(local);
         Self { state: State::Sent { future: connection.call(request), local }, call }
+    }
+
+    /// A call that was sent elsewhere, and that has failed so.
+    pub(crate) fn failed(request: &Req, local: Arc<Local<M>>, error: CallError) -> Self {
+        let mut call = Facts::of(request, effect_of(request), false);
+        call.polled = true;
+        Self { state: State::Failed { error: Some(error), local }, call }
     }
 
     #[cold]
@@ -235,7 +248,7 @@ where
         let call = this.call;
         loop {
             let first = !mem::replace(&mut call.polled, true);
-            let unsent = match this.state.as_mut().project() {
+            let (error, local) = match this.state.as_mut().project() {
                 StateProj::Sent { future, local } => {
                     let error = match ended.take() {
                         Some(error) => error,
@@ -251,77 +264,38 @@ where
                             Poll::Pending => return Poll::Pending,
                         },
                     };
-                    let mut error = call.ended(error, local);
-                    let again = error.rule(call.effect, false) == Rule::HandOver
-                        && call.is_first_hand_over()
-                        && !matches!(error.cause(), Cause::AttemptTimeout)
-                        && !call.is_over();
-                    let Some(request) = again.then(|| error.take_request::<Req>()).flatten() else {
-                        return Poll::Ready(Err(error));
-                    };
-                    call.set_name(&request);
-                    call.rare().earlier = error.take_attempts();
-                    let waiter = Waiter::new(Arc::clone(&local.shared));
-                    let unsent = Unsent::Waiting { request: Some(request), waiter };
-                    this.state.set(State::Unsent(Box::new(unsent)));
-                    continue;
+                    (error, local)
                 }
-                StateProj::Unsent(unsent) => unsent,
+                StateProj::Failed { error, local } => {
+                    let Some(error) = error.take() else { return Poll::Pending };
+                    (error, local)
+                }
+                StateProj::Unsent(unsent) => match ready!(call.poll_unsent(unsent, first, cx)) {
+                    Ok(Some((future, local))) => {
+                        this.state.set(State::Sent { future, local });
+                        continue;
+                    }
+                    Ok(None) => continue,
+                    Err(error) => return Poll::Ready(Err(error)),
+                },
                 StateProj::Refused(error) => {
                     return error.take().map_or(Poll::Pending, |error| Poll::Ready(Err(error)));
                 }
                 StateProj::Done => return Poll::Pending,
             };
-            match &mut **unsent {
-                Unsent::Waiting { request, waiter } => {
-                    let shared = Arc::clone(waiter.shared());
-                    match shared.poll_connected(waiter, call.waits_until(), cx) {
-                        Poll::Ready(Ok((local, connection))) => {
-                            let request = request.take();
-                            **unsent = Unsent::Readying { request, local, connection };
-                        }
-                        Poll::Ready(Err(error)) => {
-                            return Poll::Ready(Err(call.unsent(error, request.take())));
-                        }
-                        Poll::Pending => {
-                            return call.give_up_waiting(first, request, Some("no connection yet"));
-                        }
-                    }
-                }
-                Unsent::Readying { request, local, connection } => match connection.poll_ready(cx) {
-                    Poll::Ready(Ok(())) => {
-                        let Some(request) = request.take() else { return Poll::Pending };
-                        if call.is_over() {
-                            let error = if call.until().is_past(Instant::now()) {
-                                CallError::deadline(Delivery::NotSent)
-                            } else {
-                                CallError::attempt_timeout(Delivery::NotSent)
-                            };
-                            return Poll::Ready(Err(call.unsent(error, Some(request))));
-                        }
-                        if !call.mark(local) {
-                            let error = CallError::attempt_timeout(Delivery::NotSent);
-                            return Poll::Ready(Err(call.unsent(error, Some(request))));
-                        }
-                        let future = connection.call(request);
-                        let local = Arc::clone(local);
-                        this.state.set(State::Sent { future, local });
-                    }
-                    Poll::Ready(Err(error)) => {
-                        let mut error = call.ended(CallError::not_ready(error).connection_lost(), local);
-                        if !call.is_first_hand_over() || call.is_over() {
-                            return Poll::Ready(Err(call.unsent(error, request.take())));
-                        }
-                        call.rare().earlier = error.take_attempts();
-                        let waiter = Waiter::new(Arc::clone(&local.shared));
-                        let request = request.take();
-                        **unsent = Unsent::Waiting { request, waiter };
-                    }
-                    Poll::Pending => {
-                        return call.give_up_waiting(first, request, None);
-                    }
-                },
-            }
+            let mut error = call.ended(error, local);
+            let again = error.rule(call.effect, false) == Rule::HandOver
+                && call.is_first_hand_over()
+                && !matches!(error.cause(), Cause::AttemptTimeout)
+                && !call.is_over();
+            let Some(request) = again.then(|| error.take_request::<Req>()).flatten() else {
+                return Poll::Ready(Err(error));
+            };
+            call.set_name(&request);
+            call.rare().earlier = error.take_attempts();
+            let waiter = Waiter::new(Arc::clone(&local.shared));
+            let unsent = Unsent::Waiting { request: Some(request), waiter };
+            this.state.set(State::Unsent(Box::new(unsent)));
         }
     }
 }
@@ -334,7 +308,7 @@ where
     /// The service that the call is on, and the number of its connection.
     fn whereabouts(&self) -> (Option<&Arc<Shared<M>>>, Option<u64>) {
         let local = match self {
-            State::Sent { local, .. } => local,
+            State::Sent { local, .. } | State::Failed { local, .. } => local,
             State::Unsent(unsent) => match &**unsent {
                 Unsent::Readying { local, .. } => local,
                 Unsent::Waiting { waiter, .. } => return (Some(waiter.shared()), None),
@@ -427,6 +401,65 @@ impl Facts {
 
     fn take_earlier(&mut self) -> Vec<Attempt> {
         self.rare.as_mut().map(|rare| mem::take(&mut rare.earlier)).unwrap_or_default()
+    }
+
+    /// One step of a call on its way to a connection: `Ok(None)` if there is another, else its attempt.
+    fn poll_unsent<M, Req>(
+        &mut self,
+        unsent: &mut Unsent<M, Req>,
+        first: bool,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Option<Handed<M, Req>>, CallError>>
+    where
+        M: Service<()>,
+        M::Error: Into<BoxError>,
+        M::Response: Service<Req, Error = CallError> + Clone + 'static,
+        Req: Call + Send + 'static,
+    {
+        match unsent {
+            Unsent::Waiting { request, waiter } => {
+                let shared = Arc::clone(waiter.shared());
+                match shared.poll_connected(waiter, self.waits_until(), cx) {
+                    Poll::Ready(Ok((local, connection))) => {
+                        let request = request.take();
+                        *unsent = Unsent::Readying { request, local, connection };
+                        Poll::Ready(Ok(None))
+                    }
+                    Poll::Ready(Err(error)) => Poll::Ready(Err(self.unsent(error, request.take()))),
+                    Poll::Pending => self.give_up_waiting(first, request, Some("no connection yet")),
+                }
+            }
+            Unsent::Readying { request, local, connection } => match connection.poll_ready(cx) {
+                Poll::Ready(Ok(())) => {
+                    let Some(request) = request.take() else { return Poll::Pending };
+                    if self.is_over() {
+                        let error = if self.until().is_past(Instant::now()) {
+                            CallError::deadline(Delivery::NotSent)
+                        } else {
+                            CallError::attempt_timeout(Delivery::NotSent)
+                        };
+                        return Poll::Ready(Err(self.unsent(error, Some(request))));
+                    }
+                    if !self.mark(local) {
+                        let error = CallError::attempt_timeout(Delivery::NotSent);
+                        return Poll::Ready(Err(self.unsent(error, Some(request))));
+                    }
+                    Poll::Ready(Ok(Some((connection.call(request), Arc::clone(local)))))
+                }
+                Poll::Ready(Err(error)) => {
+                    let mut error = self.ended(CallError::not_ready(error).connection_lost(), local);
+                    if !self.is_first_hand_over() || self.is_over() {
+                        return Poll::Ready(Err(self.unsent(error, request.take())));
+                    }
+                    self.rare().earlier = error.take_attempts();
+                    let waiter = Waiter::new(Arc::clone(&local.shared));
+                    let request = request.take();
+                    *unsent = Unsent::Waiting { request, waiter };
+                    Poll::Ready(Ok(None))
+                }
+                Poll::Pending => self.give_up_waiting(first, request, None),
+            },
+        }
     }
 
     /// Notes, for who wants to know, on what connection the call is; `false` if it must not be sent, since

@@ -35,13 +35,14 @@ use std::{
 use tokio::time::Instant;
 use tower::Service;
 
-use self::single_flight::{Local, Shared};
+pub(crate) use self::single_flight::Local;
+use self::single_flight::Shared;
 pub use self::{
     future::ResponseFuture,
     layer::{ReconnectHandle, ReconnectLayer},
 };
 use crate::{
-    Attempt, BoxError, Call, CallContext, CallError, Refusal,
+    Attempt, BoxError, Call, CallContext, CallError, Effect, Refusal,
     call::{CallIds, effect_of},
     connection::Reaper,
     event::{self, Events},
@@ -105,6 +106,29 @@ where
             self.link = Some(Link { local, connection, ready: false });
         }
         self.link.as_mut()
+    }
+}
+
+impl<M: Service<()>> Reconnect<M> {
+    /// The handle on the connection, if a read can be given to it now and would show nothing new.
+    #[inline]
+    pub(crate) fn ready_for_read(&self) -> Option<&Arc<Local<M>>> {
+        let link = self.link.as_ref()?;
+        let generation = &link.local.generation;
+        let ready = link.ready
+            && self.wrong.is_none()
+            && generation.has_shown(Effect::ReadOnly)
+            && self.shared.is_current(generation)
+            && !self.shared.is_closing();
+        ready.then_some(&link.local)
+    }
+
+    /// That connection, for the one call that it is ready for.
+    #[inline]
+    pub(crate) fn take_ready(&mut self) -> Option<&mut M::Response> {
+        self.found_dead = None;
+        let link = self.link.as_mut()?;
+        std::mem::take(&mut link.ready).then_some(&mut link.connection)
     }
 }
 

@@ -18,7 +18,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -34,7 +34,7 @@ use tower::Service;
 use super::{Config, bell::Bell, generation::Generation};
 use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
-    census::{Census, Seat},
+    census::{AnySeat, Census, Seat, holding},
     connection::{BoxFuture, Connection, Reaper, known},
     delivery::ConnectError,
     event::{Event, Events, Incident},
@@ -48,7 +48,7 @@ const EVIDENCE_KEPT: usize = 8;
 const REAPING: Duration = Duration::from_secs(10);
 
 /// What all clones of a service share.
-pub(super) struct Shared<M: Service<()>> {
+pub(crate) struct Shared<M: Service<()>> {
     state: Mutex<State<M>>,
     /// Who waits for the connect. Where both are needed it is locked after the state.
     bell: Arc<Bell>,
@@ -56,7 +56,7 @@ pub(super) struct Shared<M: Service<()>> {
     current: AtomicU64,
     closing: AtomicBool,
     /// Told, while closing, whenever a call has ended.
-    pub(super) ended: Notify,
+    pub(crate) ended: Notify,
     config: Config,
     events: Events,
     reaper: Option<Reaper>,
@@ -134,11 +134,13 @@ struct Lost {
 }
 
 /// What a service's clone and its calls hold of a connection: reference counts of their own.
-pub(super) struct Local<M: Service<()>> {
+pub(crate) struct Local<M: Service<()>> {
     pub(super) shared: Arc<Shared<M>>,
     pub(super) generation: Arc<Generation>,
     /// Whether the service itself, and not only its calls, holds this.
     held: AtomicBool,
+    /// What calls hold that are on this connection and do not hold this.
+    lane: OnceLock<Weak<AnySeat>>,
 }
 
 /// A place in the queue for a connection.
@@ -384,7 +386,9 @@ where
         let mut guard = self.lock();
         let state = &mut *guard;
         // Again, under the lock: whoever finds that there is no connection must find why, too.
-        if !self.is_current(generation) && !(off!(Generation) && matches!(state.phase, Phase::Connected { .. })) {
+        if !self.is_current(generation)
+            && !(off!(Generation) && matches!(state.phase, Phase::Connected { .. }))
+        {
             return;
         }
         self.current.store(0, Ordering::Release);
@@ -419,28 +423,31 @@ where
         drop(dead);
     }
 
-    pub(super) fn is_current(&self, generation: &Generation) -> bool {
-        generation.number == self.current.load(Ordering::Acquire)
-    }
-
     fn local(
         self: &Arc<Self>,
         state: &mut State<M>,
         generation: Arc<Generation>,
         held: bool,
     ) -> Arc<Local<M>> {
-        let local = Arc::new(Local { shared: Arc::clone(self), generation, held: AtomicBool::new(held) });
+        let (shared, held) = (Arc::clone(self), AtomicBool::new(held));
+        let local = Arc::new(Local { shared, generation, held, lane: OnceLock::new() });
         state.locals.enter(&local);
         local
     }
 }
 
 impl<M: Service<()>> Shared<M> {
+    #[inline]
+    pub(super) fn is_current(&self, generation: &Generation) -> bool {
+        generation.number == self.current.load(Ordering::Acquire)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State<M>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn is_closing(&self) -> bool {
+    #[inline]
+    pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Relaxed)
     }
 
@@ -492,12 +499,42 @@ impl<M: Service<()>> Seat for Local<M> {
     fn held(&self) -> &AtomicBool {
         &self.held
     }
+
+    fn besides(&self) -> usize {
+        self.lane.get().and_then(Weak::upgrade).map_or(0, |lane| holding(&lane))
+    }
 }
 
 impl<M: Service<()>> Local<M> {
     /// The service lets go of it; its calls may still have it.
     pub(super) fn release(&self) {
         self.held.store(false, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn shared(&self) -> &Arc<Shared<M>> {
+        &self.shared
+    }
+
+    /// Whether both are handles on the same connection.
+    #[inline]
+    pub(crate) fn is_on_that_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.generation, &other.generation)
+    }
+
+    /// Counts the calls that hold that as calls on this connection.
+    pub(crate) fn count_also(&self, lane: &Arc<AnySeat>) {
+        let _ = self.lane.set(Arc::downgrade(lane));
+    }
+}
+
+impl<M: Service<()>> Local<M>
+where
+    M::Error: Into<BoxError>,
+{
+    /// Another handle on the same connection, for calls that hold something else in its place.
+    pub(crate) fn of_a_lane(&self) -> Arc<Self> {
+        self.shared.local(&mut self.shared.lock(), Arc::clone(&self.generation), true)
     }
 }
 
@@ -709,6 +746,8 @@ pub(super) trait Managed: Send + Sync {
     fn in_flight(&self) -> usize;
     fn ended(&self) -> &Notify;
     fn take_connection(&self) -> Option<Arc<dyn Connection>>;
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>>;
     fn reaper(&self) -> Option<Reaper>;
     fn report_last(&self);
 }
@@ -737,6 +776,14 @@ where
 
     fn take_connection(&self) -> Option<Arc<dyn Connection>> {
         self.take_connection()
+    }
+
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>> {
+        match &self.lock().phase {
+            Phase::Connected { generation, .. } => generation.known.clone(),
+            Phase::Idle | Phase::Connecting { .. } => None,
+        }
     }
 
     fn reaper(&self) -> Option<Reaper> {

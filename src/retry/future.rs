@@ -106,7 +106,7 @@ where
     }
 
     #[inline(always)]
-    pub(super) fn read(
+    pub(crate) fn read(
         future: S::Future,
         handle: Arc<Handle<S>>,
         kept: Req,
@@ -371,7 +371,8 @@ impl<S, Req: Call> Read<S, Req> {
 
         let closed = error.closure().filter(|_| error.scope() == Scope::Connection);
         let freed = match (closed, error.delivery()) {
-            (Some(closure), Delivery::Ambiguous) => {
+            // A session that is gone takes its calls down as a connection does.
+            (Some(closure), Delivery::Ambiguous | Delivery::NotProcessed) => {
                 progress.closures += 1;
                 if progress.closures > 1 {
                     return Err(Some(match closure.in_flight() {
@@ -392,7 +393,8 @@ impl<S, Req: Call> Read<S, Req> {
         let budget = options.budget.as_ref();
         let (granted, wait) = match freed {
             Some(closure) => {
-                let granted = off!(Budget) || budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
+                let granted =
+                    off!(Budget) || budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
                 (granted, Duration::ZERO)
             }
             None if progress.made >= options.attempts => return Err(None),
@@ -400,7 +402,13 @@ impl<S, Req: Call> Read<S, Req> {
                 let Some(wait) = progress.waits.next() else {
                     return Err(Some("no further attempt: the backoff schedule has ended".into()));
                 };
-                (budget.is_none_or(|budget| budget.withdraw()) || off!(Budget), wait)
+                // What was in flight at one event costs as much as one call.
+                let loss = error.loss().filter(|_| progress.made == 1);
+                let granted = budget.is_none_or(|budget| match loss {
+                    Some(loss) => loss.charge_once(|| budget.withdraw()),
+                    None => budget.withdraw(),
+                });
+                (granted || off!(Budget), wait)
             }
         };
         if !granted {
@@ -485,9 +493,7 @@ impl<S, Req: Call> Read<S, Req> {
     /// Pays the budget back, and reports a success that took more than one attempt.
     #[inline]
     fn succeeded(&mut self) {
-        if let Some(budget) = &self.handle.options.budget {
-            budget.deposit();
-        }
+        self.handle.deposit();
         if let Some(progress) = self.progress.take() {
             self.succeeded_at_last(*progress);
         }
@@ -548,7 +554,7 @@ mod tests {
     use tower::{Layer, ServiceExt, service_fn};
 
     use super::*;
-    use crate::{Closure, Outcome, RetryReadOnly, Tagged, retry::budget::Budget};
+    use crate::{Closure, Evidence, Outcome, RetryReadOnly, Tagged, retry::budget::Budget};
 
     type Script = fn(u32, &Closure) -> Result<u32, CallError>;
 
@@ -585,8 +591,9 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
+    /// What a thousand reads cost the budget that are in flight when that happens, and are then answered; and how
+    /// many calls it takes.
+    async fn a_thousand_lost(how: fn(&Closure) -> CallError) -> (u32, u32) {
         let calls = Arc::new(AtomicU32::new(0));
         let closure = Closure::of_process("exited", 1_000, false, None);
         let (counter, all) = (Arc::clone(&calls), Arc::new(tokio::sync::Barrier::new(1_000)));
@@ -597,7 +604,7 @@ mod tests {
                     return Ok(nth);
                 }
                 all.wait().await;
-                Err(closed(&closure, Delivery::Ambiguous))
+                Err(how(&closure))
             }
         });
         let budget = Arc::new(Charges::default());
@@ -606,7 +613,27 @@ mod tests {
         for read in reads {
             assert!(read.await.unwrap().unwrap() >= 1_000);
         }
-        assert_eq!((budget.0.load(Relaxed), calls.load(Relaxed)), (1, 2_000));
+        (budget.0.load(Relaxed), calls.load(Relaxed))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
+        let cost = a_thousand_lost(|closure| closed(closure, Delivery::Ambiguous)).await;
+        assert_eq!(cost, (1, 2_000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_of_a_session_that_is_gone_cost_the_budget_once() {
+        let forgotten =
+            |closure: &Closure| CallError::of_evidence(Evidence::SessionUnknown).at_closure(closure);
+        assert_eq!(a_thousand_lost(forgotten).await, (1, 2_000));
+    }
+
+    #[cfg(feature = "rmcp")]
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_that_are_lost_together_on_a_living_connection_cost_the_budget_once() {
+        let lost = |closure: &Closure| CallError::ambiguous("reset").lost_with(closure.clone());
+        assert_eq!(a_thousand_lost(lost).await, (1, 2_000));
     }
 
     #[tokio::test(start_paused = true)]

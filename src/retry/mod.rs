@@ -87,7 +87,7 @@ pub struct Retry<S> {
 
 /// What the reads in flight over one clone of the service share. Each clone has one of its own, so that
 /// clones on several threads do not contend for its count.
-struct Handle<S> {
+pub(crate) struct Handle<S> {
     options: Options,
     /// Cloned for each replay, and never called itself.
     spare: Mutex<S>,
@@ -117,7 +117,29 @@ impl<S> Retry<S> {
     }
 }
 
+impl<S> Retry<S> {
+    /// Whether attempts have no time of their own.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        self.wrong.is_none() && self.options.attempt_timeout.is_none()
+    }
+
+    /// The inner service, without a change to it.
+    #[inline]
+    pub(crate) fn inner_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+}
+
 impl<S: Clone> Retry<S> {
+    #[inline]
+    pub(crate) fn handle(&mut self) -> Arc<Handle<S>> {
+        match &self.handle {
+            Some(handle) => Arc::clone(handle),
+            None => self.new_handle(),
+        }
+    }
+
     #[cold]
     fn new_handle(&mut self) -> Arc<Handle<S>> {
         let handle = Handle { options: self.options.clone(), spare: Mutex::new(self.inner.clone()) };
@@ -152,10 +174,7 @@ where
             let report = outermost.then(|| Report::of(request.context()));
             return ResponseFuture::once(self.inner.call(request), effect, report);
         };
-        let handle = match &self.handle {
-            Some(handle) => Arc::clone(handle),
-            None => self.new_handle(),
-        };
+        let handle = self.handle();
         let until = handle.options.attempt_timeout.and_then(|limit| bound(request.context_mut(), limit));
         ResponseFuture::read(self.inner.call(request), handle, kept, until, outermost)
     }
@@ -195,6 +214,16 @@ impl<S: fmt::Debug> fmt::Debug for Retry<S> {
 }
 
 // ===== impl Handle =====
+
+impl<S> Handle<S> {
+    /// Pays the budget back: a call has succeeded.
+    #[inline]
+    pub(crate) fn deposit(&self) {
+        if let Some(budget) = &self.options.budget {
+            budget.deposit();
+        }
+    }
+}
 
 impl<S: Clone> Handle<S> {
     fn service(&self) -> S {

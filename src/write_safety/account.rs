@@ -1,6 +1,7 @@
 //! One write's entry in the ledger, from before its first byte to its end.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
@@ -14,7 +15,7 @@ use super::{
 use crate::{CallError, Effect, connection::BoxFuture, deadline::Until};
 
 /// How long the caller's answer waits until its ledger has recorded it, at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A write's entry. In memory there is one only if the write ends in doubt; a ledger that has to be waited for
 /// is told of each step.
@@ -23,13 +24,25 @@ pub(super) struct Account {
     arguments: Option<String>,
     first_sent: FirstSent,
     stack: u64,
+    servers_entered: bool,
     /// The ledger, where it has to be waited for.
     other: Option<Arc<dyn DynLedger>>,
     /// As of the last step that has ended; `None` while nobody knows it.
     revision: Option<u64>,
+    /// The last one that was known.
+    last: u64,
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
+    /// Whether its replay was claimed, also if it was not needed in the end.
+    claim: Claim,
     /// Whether somebody else has settled it.
     lost: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Claim {
+    None,
+    UnderWay,
+    Granted,
 }
 
 impl Account {
@@ -39,9 +52,12 @@ impl Account {
             arguments,
             first_sent: FirstSent::now(clock),
             stack: shared.stack,
+            servers_entered: shared.servers_entered,
             other: shared.ledger.other(),
             revision: None,
+            last: 0,
             step: None,
+            claim: Claim::None,
             lost: false,
         }
     }
@@ -55,6 +71,7 @@ impl Account {
         let mut entry = Entry::new(self.id, method.to_owned(), effect, self.stack, self.first_sent.wall);
         entry.key = hold.map(|hold| hold.key().to_string());
         entry.arguments = self.arguments.take();
+        entry.servers_entered = self.servers_entered;
         entry
     }
 
@@ -69,8 +86,13 @@ impl Account {
         }
         let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
         self.step = Some(Box::pin(async move {
-            for Unrecorded { id, method, revision, state } in unrecorded {
-                match Arc::clone(&ledger).settle(id, revision, state).await {
+            for Unrecorded { id, method, revision, claiming, state } in unrecorded {
+                let mut settled = Arc::clone(&ledger).settle(id, revision, state.clone()).await;
+                if claiming && matches!(settled, Err(LedgerError::Conflict(_))) {
+                    // As it is if the claim was taken.
+                    settled = Arc::clone(&ledger).settle(id, revision.saturating_add(1), state).await;
+                }
+                match settled {
                     Ok(_) | Err(LedgerError::Conflict(_)) => {
                         if let Some((conflicts, key)) = &known {
                             conflicts.recorded(key, id);
@@ -83,11 +105,13 @@ impl Account {
         }));
     }
 
-    /// Begins to claim its replay.
+    /// Begins to claim its replay, if it is not claimed already.
     pub(super) fn claim(&mut self) {
-        if let (Some(ledger), Some(revision), None, false) =
-            (&self.other, self.revision, &self.step, off!(Claim))
+        if self.claim == Claim::None
+            && !off!(Claim)
+            && let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step)
         {
+            self.claim = Claim::UnderWay;
             self.step = Some(Arc::clone(ledger).claim(self.id, revision));
         }
     }
@@ -98,7 +122,11 @@ impl Account {
         let result = ready!(step.as_mut().poll(cx));
         self.step = None;
         self.revision = result.as_ref().ok().copied();
+        self.last = self.revision.unwrap_or(self.last);
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
+        if self.claim == Claim::UnderWay && result.is_ok() {
+            self.claim = Claim::Granted;
+        }
         Poll::Ready(result.map(drop))
     }
 
@@ -125,15 +153,19 @@ impl Account {
                 if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
                     let mut entry = self.entry(method, effect, hold);
                     entry.state = state.clone();
-                    entry.changed = self.first_sent.clock.now();
+                    entry.changed = self.first_sent.clock.now_or(self.first_sent.wall);
                     memory.keep(entry);
                 }
                 None
             }
             (Some(ledger), Some(revision), None) => Some(ledger.settle(self.id, revision, state.clone())),
-            // A step is under way, and may have been taken.
+            // A step is under way, and may have been taken; or nothing can be waited for.
             (Some(ledger), ..) => {
-                ledger.abandon(self.id, state.clone());
+                // Not every ledger takes hints.
+                if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+                    hold.leave(method.to_owned(), self.last, self.claim == Claim::UnderWay, state.clone());
+                }
+                hint(&*ledger, self.id, state.clone());
                 None
             }
         }
@@ -204,14 +236,19 @@ impl<Res> Closing<Res> {
     }
 }
 
+/// Gives a ledger a hint, mostly from a destructor, where a panic would abort.
+fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
+    let _ = catch_unwind(AssertUnwindSafe(|| ledger.abandon(id, state)));
+}
+
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         let Some(state) = self.state.take() else { return };
         if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-            hold.leave(std::mem::take(&mut self.method), self.revision, state.clone());
+            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
         }
         if let Some(ledger) = &self.ledger {
-            ledger.abandon(self.id, state);
+            hint(&**ledger, self.id, state);
         }
     }
 }

@@ -29,8 +29,8 @@ struct Key {
     /// How many hand-overs there were.
     writes: u64,
     calls: usize,
-    /// The call that is in doubt, and its method.
-    doubt: Option<(EntryId, String)>,
+    /// The calls that are in doubt, and their methods.
+    doubts: Vec<(EntryId, String)>,
     /// Doubts that the ledger has not recorded.
     unrecorded: Vec<Unrecorded>,
 }
@@ -42,6 +42,8 @@ pub(super) struct Unrecorded {
     pub(super) id: EntryId,
     pub(super) method: String,
     pub(super) revision: u64,
+    /// Whether its replay may have been claimed since.
+    pub(super) claiming: bool,
     pub(super) state: State,
 }
 
@@ -50,7 +52,7 @@ impl Conflicts {
     pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
         let mut keys = self.lock();
         let state = keys.entry(Arc::clone(&key)).or_default();
-        if let Some(doubt) = &state.doubt {
+        if let Some(doubt) = state.doubts.first() {
             return Err(doubt.clone());
         }
         state.calls += 1;
@@ -112,11 +114,11 @@ impl Hold {
         &self.of
     }
 
-    /// Its doubt stays, and the ledger could not record it.
-    pub(super) fn leave(&self, method: String, revision: u64, doubt: State) {
+    /// Its doubt stays, and the ledger could not record it, or nobody knows whether it did.
+    pub(super) fn leave(&self, method: String, revision: u64, claiming: bool, doubt: State) {
         let mut keys = self.of.lock();
         let state = keys.entry(Arc::clone(&self.key)).or_default();
-        state.unrecorded.push(Unrecorded { id: self.id, method, revision, state: doubt });
+        state.unrecorded.push(Unrecorded { id: self.id, method, revision, claiming, state: doubt });
     }
 
     /// The doubts with its key that the ledger has yet to record before it is asked about this one.
@@ -153,17 +155,25 @@ impl Hold {
         true
     }
 
+    /// Another call with its key that is in doubt.
+    pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
+        let keys = self.of.lock();
+        keys.get(&self.key)?.doubts.iter().find(|(held, _)| *held != self.id).cloned()
+    }
+
     /// It is in doubt: until that ends, later writes with its key are refused.
     pub(super) fn doubt(&self, method: &str) {
         if let Some(state) = self.of.lock().get_mut(&self.key) {
-            state.doubt.get_or_insert_with(|| (self.id, method.to_owned()));
+            if !state.doubts.iter().any(|(held, _)| *held == self.id) {
+                state.doubts.push((self.id, method.to_owned()));
+            }
         }
     }
 
     /// What was in doubt has turned out not to be.
     pub(super) fn no_doubt(&self) {
         if let Some(state) = self.of.lock().get_mut(&self.key) {
-            state.doubt.take_if(|(held, _)| *held == self.id);
+            state.doubts.retain(|(held, _)| *held != self.id);
         }
     }
 }
@@ -223,6 +233,10 @@ mod tests {
         first.doubt("pay");
         second.doubt("refund");
         assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(1), "pay".to_owned()));
+        // Whichever ends first.
+        first.no_doubt();
+        assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(2), "refund".to_owned()));
+        first.doubt("pay");
         second.no_doubt();
         assert!(conflicts.enter("a".into(), id(3)).is_err());
         drop(first);

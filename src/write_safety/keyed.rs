@@ -47,8 +47,8 @@ pub enum KeyedAnswer<Res> {
     /// It was applied, by an earlier attempt ("already exists", "precondition failed"); with its response, if the
     /// answer holds it.
     Landed(Option<Res>),
-    /// An earlier attempt is still being processed. The effect check, if there is one, is asked after that
-    /// time.
+    /// An earlier attempt is still being processed. After that time the write is replayed, if the server
+    /// [keeps](KeyedWrites::honoured_for) its key, once; else the effect check is asked, if there is one.
     InFlight {
         /// When to ask.
         recheck_after: Duration,

@@ -36,6 +36,7 @@ mod verdict;
 
 use std::{
     fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::{Duration, SystemTime},
@@ -120,6 +121,11 @@ impl WallClock {
     fn now(&self) -> SystemTime {
         self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
     }
+
+    /// The time, or that one if the caller's clock panics.
+    fn now_or(&self, other: SystemTime) -> SystemTime {
+        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or(other)
+    }
 }
 
 /// When a write was handed over first, by both clocks: the monotonic one may stand still while the machine
@@ -160,6 +166,8 @@ struct Shared {
     ledger: AnyLedger,
     /// This service's number, which tells its writes in the ledger from those of others.
     stack: u64,
+    /// Whether the ledger is told of each server process before anything is sent to it.
+    servers_entered: bool,
 }
 
 /// What one clone of a service and its calls share: a reference count of their own.
@@ -188,12 +196,19 @@ pub struct WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req, Res> WriteSafety<S, Req, Res> {
-    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events, stack: u64) -> Self {
+    fn new(
+        inner: S,
+        config: Arc<Config<Req, Res>>,
+        events: Events,
+        stack: u64,
+        servers_entered: bool,
+    ) -> Self {
         let shared = Arc::new(Shared {
             checks: Semaphore::new(config.max_checks.max(1)),
             conflicts: Arc::default(),
             ledger: config.ledger.clone().unwrap_or_default(),
             stack,
+            servers_entered,
         });
         Self { inner, config, shared, lane: None, events, ids: CallIds::default() }
     }
@@ -215,6 +230,16 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
+    /// What says what a call is taken for.
+    pub(crate) fn classifier(&self) -> Option<&Classifier<Req>> {
+        self.config.classify.as_ref()
+    }
+
+    /// The inner service.
+    pub(crate) fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
     /// What that call is taken for, and who says so.
     pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
         let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
@@ -238,7 +263,8 @@ where
     }
 
     fn call(&mut self, mut request: Req) -> Self::Future {
-        if let Some(classify) = &self.config.classify
+        if !request.context_mut().take_judged()
+            && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
         {
             request.context_mut().stamp(effect, basis);
@@ -256,7 +282,7 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() || context.guarded {
+        if !effect.is_write() || context.is_guarded() {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
@@ -264,7 +290,7 @@ where
         if let Some(outer) = context.activity() {
             outer.take_over();
         }
-        context.guarded = self.config.may_replay();
+        context.set_guarded(self.config.may_replay());
         match self.begin(request, call, effect, basis, outermost) {
             Ok(future) => future,
             Err(error) => ResponseFuture::refused(error),
@@ -342,11 +368,13 @@ where
     /// Whether a write with that conflict key may be handed over.
     fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
         let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
+        let hold = self.shared.conflicts.enter(key.into(), id);
+        let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
+        // In that order: a doubt that ends its call is in the ledger before its hold goes.
         if let Some(memory) = self.shared.ledger.memory().filter(|_| !off!(KeyInDoubt)) {
-            memory.admit(&key).map_err(refuse)?;
+            memory.admit(hold.key()).map_err(refuse)?;
         }
-        let conflicts = &self.shared.conflicts;
-        conflicts.enter(key.into(), id).map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))
+        Ok(hold)
     }
 }
 

@@ -47,8 +47,9 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// Until when the server asks to be left alone.
     pub(super) not_before: Option<Instant>,
-    /// When the attempt ended, if it has: none of its bytes was sent later.
-    pub(super) ended_at: Option<Instant>,
+    /// When its connection ended, if it has: none of its bytes was sent later. That the call ended is not enough:
+    /// a layer in between may have given it up, and a frame that was begun is finished.
+    pub(super) stopped_at: Option<Instant>,
     pub(super) until: Until,
     /// Set while a check runs, which goes by facts that can no longer change.
     pub(super) checking: Arc<AtomicBool>,
@@ -73,6 +74,10 @@ where
     };
     let held = find_fence(&facts, config.quarantine).await;
     if let Some(not_before) = facts.not_before {
+        let now = Instant::now();
+        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
+            return Verdict::Unknown("still being processed, and no time to ask".into());
+        }
         sleep_until(not_before).await;
     }
     let asking = Asking {
@@ -116,7 +121,7 @@ where
             };
             facts.checking.store(true, Ordering::Relaxed);
             // What such a check finds absent may leave while it looks.
-            let unsent = !off!(Unsent) && facts.ended_at.is_none() && is_unsent(&facts.activity).await;
+            let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
             let now = Instant::now();
             let until = check_until(self.check_timeout, facts.until.at(now), now);
             let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
@@ -279,7 +284,7 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
 
 /// Whether the process that had the attempt is known to have outlived all signals. Whatever was declared of a
 /// server's times was not said of one that cannot be killed.
-fn is_still_there(closure: Option<&Closure>) -> bool {
+pub(super) fn is_still_there(closure: Option<&Closure>) -> bool {
     closure.and_then(Closure::exit).is_some_and(|exit| match cfg!(unix) {
         true => !exit.group_gone && !off!(Group),
         // Elsewhere nothing is known of a group.
@@ -287,14 +292,19 @@ fn is_still_there(closure: Option<&Closure>) -> bool {
     })
 }
 
+/// Whether that connection's process is known to be gone, and its effects with it.
+pub(super) fn is_gone(closure: &Closure) -> bool {
+    closure.exit_ends_effects() && closure.exit().is_some_and(|exit| exit.group_gone)
+}
+
 /// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
 /// bounds when they arrive.
 async fn last_byte(facts: &Facts) -> Instant {
-    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.ended_at) {
+    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.stopped_at) {
         (Ok(Some(at)), _) => Poll::Ready(at),
         // The connection marks nothing.
         (Ok(None), _) => Poll::Ready(facts.since),
-        (Err(_), Some(ended)) => Poll::Ready(ended),
+        (Err(_), Some(stopped)) => Poll::Ready(stopped),
         (Err(_), None) if off!(Unsent) => Poll::Ready(facts.since),
         (Err(_), None) => Poll::Pending,
     })

@@ -10,8 +10,8 @@ use std::{
 
 use fastrand::Rng;
 use goaround::{
-    BoxError, Call, CallError, Effect, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal, RetryReadOnly,
-    Scope, Settled, Stack, Verdict, WriteSafetyLayer,
+    BoxError, Call, CallError, Effect, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal,
+    RetryReadOnly, Scope, Settled, Stack, Verdict, WriteSafetyLayer,
     retry::budget::{Budget, Throttle},
     write_safety::{
         KeyedWrites, Resolve,
@@ -35,7 +35,9 @@ pub trait Harness: 'static {
         + Clone
         + Send
         + 'static;
-    type Connector: Service<(), Response = Self::Conn, Error = BoxError, Future: Send + 'static> + Send + 'static;
+    type Connector: Service<(), Response = Self::Conn, Error = BoxError, Future: Send + 'static>
+        + Send
+        + 'static;
 
     /// Whether the server's errors mean nothing but that it refuses.
     const PLAIN: bool;
@@ -253,7 +255,9 @@ fn in_short(event: Event<'_>) -> String {
         each.collect::<Vec<_>>().join(", ")
     };
     match event {
-        Event::Call(r) => format!("event: {} [{}] {:?} {:?}", r.method, attempts(&r.attempts), r.outcome, r.notes),
+        Event::Call(r) => {
+            format!("event: {} [{}] {:?} {:?}", r.method, attempts(&r.attempts), r.outcome, r.notes)
+        }
         Event::Abandoned(r) => format!("event: abandoned {} [{}]", r.method, attempts(&r.attempts)),
         Event::InDoubt(r) => format!(
             "event: in doubt {} [{}] verdict {:?} ({:?}), replayed {}, {:?}",
@@ -264,7 +268,9 @@ fn in_short(event: Event<'_>) -> String {
             r.replayed,
             r.outcome
         ),
-        Event::LateAnswer(r) => format!("event: late answer, violates {:?}", r.violated.as_ref().map(|it| it.to_string())),
+        Event::LateAnswer(r) => {
+            format!("event: late answer, violates {:?}", r.violated.as_ref().map(|it| it.to_string()))
+        }
         other => format!("event: {other:?}"),
     }
 }
@@ -394,7 +400,9 @@ fn said<T>(told: &Option<Result<T, CallError>>) -> String {
         Some(Ok(_)) => "ok".into(),
         // Without its owner, which is random.
         Some(Err(error)) => match error.cause() {
-            goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => "not done: another in doubt has its key".into(),
+            goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => {
+                "not done: another in doubt has its key".into()
+            }
             _ => error.to_string(),
         },
     }
@@ -538,7 +546,10 @@ async fn canary<H: Harness>(world: &World, stack: &Stacked<H>) {
 }
 
 /// Tells the truth as far as it can see it, when it does not fail.
-async fn check<H: Harness>(world: World, doubt: InDoubt<H::Req, H::Res>) -> Result<Verdict<H::Res>, BoxError> {
+async fn check<H: Harness>(
+    world: World,
+    doubt: InDoubt<H::Req, H::Res>,
+) -> Result<Verdict<H::Res>, BoxError> {
     let token = H::token(doubt.request());
     let lies = world.plan().lies;
     note!(world, "check of {token}, fence: {:?}", doubt.fence().map(ToString::to_string));
@@ -569,7 +580,11 @@ async fn check<H: Harness>(world: World, doubt: InDoubt<H::Req, H::Res>) -> Resu
     note!(world, "check of {token} finds {found}");
     if found > 0 {
         let with_result = world.chance(50);
-        return Ok(if with_result { doubt.landed(H::response(token)) } else { doubt.landed_without_result() });
+        return Ok(if with_result {
+            doubt.landed(H::response(token))
+        } else {
+            doubt.landed_without_result()
+        });
     }
     if world.effects(token) > 0 {
         world.cover(Branch::CheckStale);

@@ -339,7 +339,12 @@ impl Pipe {
     /// The pipe breaks. What was written of a message may be enough, or a copy of the rest leaks.
     fn break_off(&self, state: &mut PipeState) -> Option<Vec<u8>> {
         state.broken = true;
-        note!(self.world(), "process {}: the pipe breaks after {} bytes", self.process.number, state.line.len());
+        note!(
+            self.world(),
+            "process {}: the pipe breaks after {} bytes",
+            self.process.number,
+            state.line.len()
+        );
         let mut line = std::mem::take(&mut state.line);
         let offered = std::mem::take(&mut state.offered);
         if offered.first() == Some(&b'\n') {
@@ -401,7 +406,9 @@ impl Pipe {
 
     fn answer(self: &Arc<Self>, id: u64, reply: Reply, token: u32) {
         let result = |result: u32| format!("\"result\":{result}");
-        let error = |code: i64, data: u64| format!("\"error\":{{\"code\":{code},\"message\":\"no\",\"data\":{data}}}");
+        let error = |code: i64, data: u64| {
+            format!("\"error\":{{\"code\":{code},\"message\":\"no\",\"data\":{data}}}")
+        };
         let world = self.world();
         let said = match reply {
             Reply::Silence => return,
@@ -441,7 +448,9 @@ impl Pipe {
             }
             // Twice, and among what is none of ours.
             2 => {
-                self.write_out(b"\nServer ready.\n{\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\"}\n[]\n");
+                self.write_out(
+                    b"\nServer ready.\n{\"jsonrpc\":\"2.0\",\"method\":\"notifications/message\"}\n[]\n",
+                );
                 self.write_out(&line);
                 self.write_out(&line);
             }

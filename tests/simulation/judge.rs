@@ -208,7 +208,9 @@ fn judge_ledger(world: &World) {
             State::Landed { .. } if effects == 0 => "it has landed",
             State::NotLanded { .. } if effects > 0 && !again => "it has not landed",
             State::Open if !excused && !cut_off => "it is open, and its call is over",
-            State::InDoubt { .. } if told == Some(true) && !cut_off && !excused => "it is in doubt, and its caller knows",
+            State::InDoubt { .. } if told == Some(true) && !cut_off && !excused => {
+                "it is in doubt, and its caller knows"
+            }
             State::Answered | State::Landed { .. } | State::NotLanded { .. }
                 if told == Some(false) && !cut_off && !again =>
             {
@@ -233,7 +235,11 @@ pub fn judge_memory(world: &World, listed: &[Entry]) {
             None => seen.reports.abandoned > 0,
         };
         if is_listed != expected {
-            let what = if is_listed { "it is in doubt, and it is not" } else { "it is not listed, and it is in doubt" };
+            let what = if is_listed {
+                "it is in doubt, and it is not"
+            } else {
+                "it is not listed, and it is in doubt"
+            };
             found.push(Wrong::Ledger { write: *token, what });
         }
     }

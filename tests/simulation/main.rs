@@ -292,7 +292,8 @@ fn main() -> ExitCode {
     }
     all.broken.sort_by_key(|(_, seed, _)| *seed);
     // One of each sort.
-    let sorts: BTreeMap<_, _> = all.broken.iter().rev().map(|(kind, seed, sort)| (*sort, (*kind, *seed))).collect();
+    let sorts: BTreeMap<_, _> =
+        all.broken.iter().rev().map(|(kind, seed, sort)| (*sort, (*kind, *seed))).collect();
     let shown: Vec<_> = sorts.into_values().take(SHOWN).collect();
     for (kind, seed) in &shown {
         replay(*kind, *seed);

@@ -260,7 +260,7 @@ impl Plan {
         };
         let store = rng.u32(0..100) < 40;
         let crashes = (store && rng.u32(0..100) < 20).then(|| rng.u64(500..12_000));
-        let sleeps = (rng.u32(0..100) < 20 || lies.clock_stands);
+        let sleeps = rng.u32(0..100) < 20 || lies.clock_stands;
         let sleeps = sleeps.then(|| (rng.u64(500..15_000), rng.u64(1_000..60_000)));
         let clock_is_set = rng.u32(0..100) < 20 && !lies.clock_stands;
         let clock_is_set = clock_is_set.then(|| (rng.u64(0..15_000), rng.i64(-100_000..100_000)));
@@ -927,9 +927,7 @@ impl Process {
         // What is lost on its way tells the server nothing.
         let key = key.filter(|_| fate != Fate::Lost);
         let is_copy = key.as_ref().is_some_and(|key| world.knows_key(key));
-        if is_copy
-            && let Some(reply) = key.as_ref().and_then(|key| world.answer_to_key(key))
-        {
+        if is_copy && let Some(reply) = key.as_ref().and_then(|key| world.answer_to_key(key)) {
             note!(world, "process {}: {token} has a known key: {reply:?}", self.number);
             return reply;
         }
@@ -1021,7 +1019,9 @@ impl Process {
         let state = world.lock();
         let visible = state.applied.iter().enumerate().filter(|(index, applied)| {
             let lags = world.plan().lies.lagging_reads && applied.at.elapsed() < ms(2 * LANDS_WITHIN);
-            applied.token == token && !lags && (!cached || *index < self.seen || applied.process == self.number)
+            applied.token == token
+                && !lags
+                && (!cached || *index < self.seen || applied.process == self.number)
         });
         Reply::Count(visible.count() as u32)
     }

@@ -5,6 +5,8 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use super::{super::LedgerError, format::MOST_FILE};
@@ -48,13 +50,18 @@ pub(super) struct FileDisk {
     _beside: Option<File>,
 }
 
-/// How often the file may be replaced by another process while it is opened.
-const OPENINGS: usize = 100;
+/// How often it is tried to lock the file, and how long it is waited between: a child that its owner was about to
+/// start when it was killed has the lock until it runs its program, and the file may be replaced meanwhile.
+const TRIES: usize = 10;
+const BETWEEN: Duration = Duration::from_millis(10);
 
 impl FileDisk {
     /// Opens and locks a file, which is made if it is not there, and reads it.
     pub(super) fn open(path: &Path) -> Result<(Self, Vec<u8>), LedgerError> {
-        for _ in 0..OPENINGS {
+        for attempt in 0..TRIES {
+            if attempt > 0 {
+                thread::sleep(BETWEEN);
+            }
             match fs::metadata(path) {
                 Ok(there) if !there.is_file() => return Err(invalid("it is not a regular file")),
                 // Said by its mode, which does not hold for everybody.
@@ -65,7 +72,10 @@ impl FileDisk {
             }
             let file = options().read(true).create(true).truncate(false).open(path).map_err(unavailable)?;
             let path = fs::canonicalize(path).map_err(unavailable)?;
-            let beside = lock::take(&file, &path)?;
+            let beside = match lock::take(&file, &path) {
+                Err(LedgerError::InUse) => continue,
+                taken => taken?,
+            };
             // Whoever had the lock may have put a new file in its place since this one was opened.
             if !lock::is_at(&file, &path).map_err(unavailable)? {
                 continue;
@@ -99,6 +109,13 @@ impl FileDisk {
         file.write_all(bytes)?;
         file.sync_all()?;
         Ok(file)
+    }
+}
+
+impl Drop for FileDisk {
+    fn drop(&mut self) {
+        // To close it is not enough while a child of this process is about to run its program.
+        lock::release(&self.file);
     }
 }
 
@@ -186,6 +203,10 @@ mod lock {
         Ok(flock(file, FlockOperation::NonBlockingLockExclusive)?)
     }
 
+    pub(super) fn release(file: &File) {
+        let _ = flock(file, FlockOperation::Unlock);
+    }
+
     /// Whether that file is the one at that path.
     pub(super) fn is_at(file: &File, path: &Path) -> io::Result<bool> {
         let this = file.metadata()?;
@@ -231,6 +252,8 @@ mod lock {
         Ok(())
     }
 
+    pub(super) fn release(_: &File) {}
+
     pub(super) fn is_at(_: &File, path: &Path) -> io::Result<bool> {
         fs::exists(path)
     }
@@ -256,6 +279,8 @@ mod lock {
     pub(super) fn take_again(_: &File) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+
+    pub(super) fn release(_: &File) {}
 
     pub(super) fn is_at(_: &File, path: &Path) -> io::Result<bool> {
         fs::exists(path)

@@ -1,6 +1,6 @@
 //! The bytes of the file: a header, then frames of records, and what of them can be believed.
 
-use std::{borrow::Cow, time::SystemTime};
+use std::{borrow::Cow, mem, time::SystemTime};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,8 @@ pub(super) const MOST_FILE: u64 = 1 << 30;
 
 /// What disks write as a whole.
 const SECTOR: usize = 512;
-/// So many bytes of a frame must be zero, up to a sector's border, to be taken for bytes never written.
+/// So many bytes of a frame must be zero, from border to border of its sectors, to be taken for bytes that were
+/// never written.
 const BLANK: usize = 8;
 
 /// One change, as one line of JSON.
@@ -94,18 +95,26 @@ pub(super) fn header_of(version: u32, number: u64) -> [u8; HEADER] {
 }
 
 /// Adds a frame, at the byte `at` of the file of that number, of which `synced` bytes are on the disk for
-/// certain.
-pub(super) fn frame(out: &mut Vec<u8>, number: u64, at: u64, synced: u64, payload: &[u8]) {
+/// certain. It gets empty lines, so that no part of it or of the next one between the borders of sectors is
+/// shorter than what is taken for blank.
+pub(super) fn frame(out: &mut Vec<u8>, number: u64, at: u64, synced: u64, mut payload: Vec<u8>) {
     debug_assert!(payload.len() <= MOST_FRAME);
+    let over = (at as usize % SECTOR + FRAME_HEADER + payload.len()) % SECTOR;
+    match over {
+        0 => {}
+        1..BLANK => payload.resize(payload.len() + BLANK - over, b'\n'),
+        _ if SECTOR - over < BLANK => payload.resize(payload.len() + SECTOR - over, b'\n'),
+        _ => {}
+    }
     let start = out.len();
     out.extend_from_slice(FRAME);
-    // Bounded by `MOST_FRAME`.
+    // Bounded by `MOST_FRAME` and `BLANK`.
     out.extend_from_slice(&(payload.len() as u32).to_le_bytes());
     out.extend_from_slice(&synced.to_le_bytes());
-    out.extend_from_slice(&crc32(&[payload]).to_le_bytes());
+    out.extend_from_slice(&crc32(&[&payload]).to_le_bytes());
     let sum = frame_sum(&out[start..], number, at);
     out.extend_from_slice(&sum.to_le_bytes());
-    out.extend_from_slice(payload);
+    out.extend_from_slice(&payload);
 }
 
 /// A whole file, of which not one byte counts until all are synced.
@@ -116,14 +125,13 @@ pub(super) fn file(number: u64, records: &[Record<'_>]) -> Result<Vec<u8>, Ledge
         let line = record.line()?;
         if payload.len() + line.len() > MOST_FRAME {
             let at = out.len() as u64;
-            frame(&mut out, number, at, 0, &payload);
-            payload.clear();
+            frame(&mut out, number, at, 0, mem::take(&mut payload));
         }
         payload.extend_from_slice(&line);
     }
     if !payload.is_empty() {
         let at = out.len() as u64;
-        frame(&mut out, number, at, 0, &payload);
+        frame(&mut out, number, at, 0, payload);
     }
     Ok(out)
 }
@@ -214,7 +222,7 @@ fn frame_at(bytes: &[u8], number: u64, at: usize) -> Result<&[u8], Bad> {
         return Err(if blank { Bad::Torn } else { Bad::Wrong("a frame's header is wrong") });
     }
     let length = u32_at(head, 4) as usize;
-    if length > MOST_FRAME {
+    if length > MOST_FRAME + BLANK {
         return Err(Bad::Wrong("a frame is too long"));
     }
     let Some(payload) = after.get(..length) else { return Err(Bad::Torn) };
@@ -262,10 +270,13 @@ fn records(book: &mut Book, payload: &[u8], at: usize) -> Result<(), LedgerError
         let here = at + FRAME_HEADER + start;
         let length = length.ok_or_else(|| damaged(here, "a record has no end"))?;
         let line = &payload[start..start + length];
+        start += length + 1;
+        if line.is_empty() {
+            continue;
+        }
         // The parser's own words could quote the record.
         let record = serde_json::from_slice(line).map_err(|_| damaged(here, "a record makes no sense"))?;
         book.apply(record, length).ok_or_else(|| damaged(here, "a record contradicts those before it"))?;
-        start += length + 1;
     }
     Ok(())
 }
@@ -284,8 +295,9 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 /// The checksum of zip and Ethernet (CRC-32/ISO-HDLC), over these parts as one.
 fn crc32(parts: &[&[u8]]) -> u32 {
-    const TABLE: [u32; 256] = {
-        let mut table = [0; 256];
+    /// For each byte what it makes of the sum, and what that is 1 to 7 bytes later: so 8 are taken at once.
+    static TABLES: [[u32; 256]; 8] = {
+        let mut tables = [[0; 256]; 8];
         let mut n = 0;
         while n < 256 {
             let mut value = n as u32;
@@ -294,15 +306,34 @@ fn crc32(parts: &[&[u8]]) -> u32 {
                 value = if value & 1 == 1 { value >> 1 ^ 0xedb8_8320 } else { value >> 1 };
                 bit += 1;
             }
-            table[n] = value;
+            tables[0][n] = value;
             n += 1;
         }
-        table
+        let mut later = 1;
+        while later < 8 {
+            n = 0;
+            while n < 256 {
+                let before: u32 = tables[later - 1][n];
+                tables[later][n] = before >> 8 ^ tables[0][(before & 0xff) as usize];
+                n += 1;
+            }
+            later += 1;
+        }
+        tables
     };
     let mut sum = !0_u32;
     for part in parts {
-        for &byte in *part {
-            sum = TABLE[usize::from(sum as u8 ^ byte)] ^ sum >> 8;
+        let (eights, rest) = part.as_chunks::<8>();
+        for eight in eights {
+            let low = sum.to_le_bytes();
+            sum = 0;
+            for place in 0..8 {
+                let byte = if place < 4 { eight[place] ^ low[place] } else { eight[place] };
+                sum ^= TABLES[7 - place][usize::from(byte)];
+            }
+        }
+        for &byte in rest {
+            sum = TABLES[0][usize::from(sum as u8 ^ byte)] ^ sum >> 8;
         }
     }
     !sum
@@ -316,5 +347,10 @@ mod tests {
     fn the_checksum_is_the_common_one() {
         assert_eq!(crc32(&[b"123456789"]), 0xcbf4_3926);
         assert_eq!(crc32(&[b"1234", b"", b"56789"]), 0xcbf4_3926);
+        let text = b"The quick brown fox jumps over the lazy dog";
+        assert_eq!(crc32(&[text]), 0x414f_a339);
+        for cut in 0..text.len() {
+            assert_eq!(crc32(&[&text[..cut], &text[cut..]]), 0x414f_a339);
+        }
     }
 }

@@ -25,9 +25,9 @@
 //! The end of the file counts as torn, and is dropped, where
 //!
 //! - it ends before the frame does: nobody was told that this frame is stored;
-//! - or a part of the frame is zero, for at least 8 bytes and from border to border of its sectors of 512
-//!   bytes: so it is where a power cut came after the file grew and before the data was written. A frame that
-//!   is stored has no such zeros;
+//! - or a part of the frame between the borders of sectors of 512 bytes is zero: so it is where a power cut came
+//!   after the file grew and before the data was written. A frame that is stored has no such zeros, and by
+//!   empty lines at its end it is seen to that such a part has at least 8 bytes;
 //!
 //! and no later frame says that this one was synced before. Everything else that is not what was written is
 //! [`LedgerError::Damaged`], also in the last frame, and leaves the file as it is. That is also said of a torn
@@ -68,7 +68,7 @@ use self::{
     format::{MOST_ENTRY, Owner, Record, millis},
     writer::{Limits, Shared, Undo, Writer},
 };
-use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, this_run};
+use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, servers_of, this_run};
 
 /// How long the words of a state may be.
 const MOST_WORDS: usize = 1024;
@@ -96,7 +96,7 @@ const MOST_WORDS: usize = 1024;
 /// The file holds conflict keys as they are, and arguments if the caller keeps them; a new one can be read by
 /// its owner alone. It belongs on a local disk, and it is replaced from time to time by a new one that was
 /// written beside it as `….new`. The operating system holds its lock (on Unix `flock`), which
-/// ends with the process, however that ends; a child has it only between `fork` and `exec`. On systems other
+/// ends with the process, however that ends; a child shares it only until it runs its program. On systems other
 /// than Unix and Windows it cannot be opened.
 ///
 /// ```
@@ -191,7 +191,7 @@ impl fmt::Debug for DurableLedgerOptions {
 
 impl DurableLedger {
     /// Opens the ledger at that path, and makes it if there is none. It reads and writes files, and so blocks
-    /// for some milliseconds.
+    /// for some milliseconds, and for a tenth of a second if it is in use.
     ///
     /// # Errors
     ///
@@ -279,7 +279,12 @@ impl Ledger for DurableLedger {
     }
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        Ok(self.0.shared.lock().book.in_doubt())
+        let entries = self.0.shared.lock().book.in_doubt();
+        for server in servers_of(&entries) {
+            // It is remembered since when.
+            server.is_gone();
+        }
+        Ok(entries)
     }
 
     async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    io,
+    io, mem,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -18,6 +18,10 @@ use super::{
 
 /// Within which time a change that nobody waits for is on the disk.
 const SYNC_WITHIN: Duration = Duration::from_millis(100);
+/// How long at most it is waited for those that the last sync woke, so that the next one is for all of them.
+const GATHER: Duration = Duration::from_millis(1);
+/// Less is no wait, but a switch of threads.
+const GATHER_LEAST: Duration = Duration::from_micros(20);
 /// How long the last clone's destructor waits for the last sync.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 /// Beyond that, also a change that needs no sync waits for one.
@@ -52,6 +56,9 @@ pub(super) struct Inner {
     pub(super) book: Book,
     queue: VecDeque<Queued>,
     queued_bytes: usize,
+    /// How many wait for what is queued, and for how many of them the writer waits before it goes on.
+    waiting: usize,
+    wanted: usize,
     failed: Option<Failed>,
     /// A new file is being written after a failure, of the book as it was when that began.
     repairing: bool,
@@ -130,8 +137,7 @@ impl Shared {
         inner.may_try(self.limits.repair_after)?;
         let (revision, undo) = change(&mut inner.book)?;
         let (done, pending) = oneshot::channel();
-        inner.push(line, Some((done, undo)));
-        self.work.notify_one();
+        self.push(&mut inner, line, Some((done, undo)));
         Ok((revision, Pending(pending)))
     }
 
@@ -157,9 +163,17 @@ impl Shared {
             }
             false => (None, None),
         };
-        inner.push(line(from)?, waiter);
-        self.work.notify_one();
+        self.push(&mut inner, line(from)?, waiter);
         Ok((revision, pending))
+    }
+
+    fn push(&self, inner: &mut Inner, line: Vec<u8>, waiter: Option<(Done, Undo)>) {
+        inner.queued_bytes += line.len();
+        inner.waiting += usize::from(waiter.is_some());
+        inner.queue.push_back(Queued { line, waiter });
+        if inner.waiting >= inner.wanted {
+            self.work.notify_one();
+        }
     }
 
     /// Lets the writer end, and waits for that a while.
@@ -194,11 +208,6 @@ impl Inner {
         }
     }
 
-    fn push(&mut self, line: Vec<u8>, waiter: Option<(Done, Undo)>) {
-        self.queued_bytes += line.len();
-        self.queue.push_back(Queued { line, waiter });
-    }
-
     /// As much of the queue as a frame can take.
     fn take(&mut self) -> Vec<Queued> {
         let mut bytes = 0;
@@ -207,16 +216,19 @@ impl Inner {
             bytes <= MOST_FRAME
         };
         let count = self.queue.iter().take_while(fits).count();
-        self.queued_bytes -= self.queue.iter().take(count).map(|queued| queued.line.len()).sum::<usize>();
-        self.queue.drain(..count).collect()
+        let batch: Vec<_> = self.queue.drain(..count).collect();
+        self.queued_bytes -= batch.iter().map(|queued| queued.line.len()).sum::<usize>();
+        self.waiting -= waiting(&batch);
+        batch
     }
 
     fn take_all(&mut self) -> Vec<Queued> {
-        self.queued_bytes = 0;
+        (self.queued_bytes, self.waiting) = (0, 0);
         self.queue.drain(..).collect()
     }
 
     fn put_back(&mut self, batch: Vec<Queued>) {
+        self.waiting += waiting(&batch);
         for queued in batch.into_iter().rev() {
             self.queued_bytes += queued.line.len();
             self.queue.push_front(queued);
@@ -254,6 +266,9 @@ pub(super) struct Writer<D> {
     compact_at: u64,
     /// Since when something is written and not synced.
     unsynced: Option<Instant>,
+    /// How many the last sync was for, and how long it took.
+    woken: usize,
+    sync_took: Duration,
 }
 
 struct Job {
@@ -273,7 +288,17 @@ impl<D: Disk> Writer<D> {
         disk.replace(&file).map_err(|error| LedgerError::Unavailable(error.into_inner().into()))?;
         let length = file.len() as u64;
         let compact_at = compact_at(length, shared.limits);
-        Ok(Self { shared, disk, number, length, synced: length, compact_at, unsynced: None })
+        Ok(Self {
+            shared,
+            disk,
+            number,
+            length,
+            synced: length,
+            compact_at,
+            unsynced: None,
+            woken: 0,
+            sync_took: Duration::ZERO,
+        })
     }
 
     pub(super) fn run(mut self) {
@@ -293,7 +318,7 @@ impl<D: Disk> Writer<D> {
         drop(stop);
     }
 
-    fn next(&self) -> Job {
+    fn next(&mut self) -> Job {
         let mut inner = self.shared.lock();
         let due = || self.unsynced.is_some_and(|since| since.elapsed() >= SYNC_WITHIN);
         while !inner.closing && inner.queue.is_empty() && !due() {
@@ -306,10 +331,18 @@ impl<D: Disk> Writer<D> {
                 }
             };
         }
+        let gather = (self.sync_took / 8).min(GATHER);
+        inner.wanted = mem::take(&mut self.woken);
+        if gather >= GATHER_LEAST {
+            let fewer = |inner: &mut Inner| inner.waiting < inner.wanted && !inner.closing;
+            let gathered = self.shared.work.wait_timeout_while(inner, gather, fewer);
+            inner = gathered.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        inner.wanted = 0;
         let anew = inner.failed.is_some() || (self.length > self.compact_at && !inner.closing);
         let batch = if anew { inner.take_all() } else { inner.take() };
         inner.repairing = inner.failed.is_some();
-        let sync = inner.closing || due() || batch.iter().any(|queued| queued.waiter.is_some());
+        let sync = inner.closing || due() || waiting(&batch) > 0;
         let last = inner.closing && inner.queue.is_empty();
         Job { batch, book: anew.then(|| inner.book.clone()), sync, last }
     }
@@ -332,13 +365,16 @@ impl<D: Disk> Writer<D> {
                 payload.extend_from_slice(&queued.line);
             }
             let mut frame = Vec::with_capacity(format::FRAME_HEADER + payload.len());
-            format::frame(&mut frame, self.number, self.length, self.synced, &payload);
+            format::frame(&mut frame, self.number, self.length, self.synced, payload);
             self.disk.append(&frame)?;
             self.length += frame.len() as u64;
             self.unsynced.get_or_insert_with(Instant::now);
         }
         if sync && self.unsynced.is_some() {
+            let start = Instant::now();
             self.disk.sync()?;
+            self.sync_took = start.elapsed();
+            self.woken = waiting(batch);
             self.synced = self.length;
             self.unsynced = None;
         }
@@ -394,6 +430,11 @@ impl<D: Disk> Writer<D> {
             let _ = done.send(Err(error.clone()));
         }
     }
+}
+
+/// How many wait for these.
+fn waiting(batch: &[Queued]) -> usize {
+    batch.iter().filter(|queued| queued.waiter.is_some()).count()
 }
 
 /// Tells those that wait. Without the lock: whoever is woken may do anything, also drop the ledger.
