@@ -150,7 +150,8 @@ mod rounds {
             }
             tally
         });
-        let Tally { writes, landed, unknown, replayed, duplicates, lost, unreported, lies, late, reads } = tally;
+        let Tally { writes, landed, unknown, replayed, duplicates, lost, unreported, lies, late, reads } =
+            tally;
         println!(
             "chaos: rounds={rounds} writes={writes} landed={landed} unknown={unknown} replayed={replayed} \
              reads={reads} duplicates={duplicates} lost={lost} unreported={unreported} lies={lies} late={late} in {:.1}s",
@@ -196,7 +197,9 @@ mod rounds {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.env("GOAROUND_CHAOS_SERVER", folder).env("GOAROUND_CHAOS_SEED", seed.to_string());
         // Its effects are its own and end with it.
-        stdio::child(command).exit_ends_effects().shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
+        stdio::child(command)
+            .exit_ends_effects()
+            .shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
     }
 
     async fn fly(seed: u64) -> Tally {
@@ -225,9 +228,11 @@ mod rounds {
                 sleep(Duration::from_millis(random.u64(0..800))).await;
                 let is_write = random.u32(0..100) < 75;
                 // Some are longer than a pipe.
-                let filling = "x".repeat(if random.u32(0..100) < 15 { 200_000 } else { random.usize(0..200) });
+                let filling =
+                    "x".repeat(if random.u32(0..100) < 15 { 200_000 } else { random.usize(0..200) });
                 let method = if is_write { "put" } else { "get" };
-                let mut request = Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
+                let mut request =
+                    Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
                 if !is_write {
                     request = request.read_only();
                 }
@@ -283,7 +288,9 @@ mod rounds {
             let pids = std::fs::read_to_string(folder.join("pids")).unwrap_or_default();
             let last = pids.lines().last().and_then(|pid| Pid::from_raw(pid.parse().ok()?));
             // Not whoever has its number now.
-            let is_ours = |pid: &Pid| std::fs::read_link(format!("/proc/{pid}/exe")).ok() == std::env::current_exe().ok();
+            let is_ours = |pid: &Pid| {
+                std::fs::read_link(format!("/proc/{pid}/exe")).ok() == std::env::current_exe().ok()
+            };
             let Some(pid) = last.filter(is_ours) else { continue };
             match random.u32(0..100) {
                 0..35 => drop(kill_process(pid, Signal::KILL)),

@@ -1533,3 +1533,41 @@ async fn resolve_ends_in_its_time_though_the_ledger_hangs() {
     let resolve = Resolve::new(&store, &entry, write()).within(10 * SECOND).run_over(check, lab.connection());
     assert!(tokio::time::timeout(100 * SECOND, resolve).await.is_ok());
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_write_is_not_sent_on_a_key_whose_doubt_the_ledger_is_still_recording_or_recorded_after_it_was_asked()
+ {
+    for began_before in [true, false] {
+        let lab = Lab::new();
+        lab.write(later(SECOND, Err(closed()))).write(answer(2));
+        let store = Store::new(&lab.log);
+        let service = service(&lab, by_account(Safety::refuse()).ledger(store.clone()));
+        let first = tokio::spawn(service.clone().oneshot(to("a")));
+        tokio::time::sleep(SECOND / 2).await;
+        let settling = store.gates["settle"].acquire_many(100).await.unwrap();
+        let gate = store.gates["enter"].acquire_many(100).await.unwrap();
+        let mut second = None;
+        if began_before {
+            // The first is under way still; the word of its being entered is late.
+            second = Some(tokio::spawn(service.clone().oneshot(to("a"))));
+        }
+        tokio::time::sleep(SECOND).await;
+        if began_before {
+            drop(settling);
+            assert_eq!(first.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+            // Settled by hand: what the ledger says of it now is not what it was asked.
+            store.forget(store.entries()[0].id, "jane").await.unwrap();
+            drop(gate);
+        } else {
+            drop(gate);
+            let error = service.clone().oneshot(to("a")).await.unwrap_err();
+            assert!(matches!(refusal(&error), Refusal::KeyInDoubt(_)), "{error}");
+            drop(settling);
+            assert_eq!(first.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+        }
+        if let Some(second) = second {
+            assert!(matches!(refusal(&second.await.unwrap().unwrap_err()), Refusal::KeyInDoubt(_)));
+        }
+        assert_eq!(lab.writes(), 1);
+    }
+}

@@ -24,7 +24,8 @@ struct Rules {
     check: bool,
 }
 
-const ALL: Rules = Rules { fence: true, fence_first: true, claim: true, enter: true, gone: true, check: true };
+const ALL: Rules =
+    Rules { fence: true, fence_first: true, claim: true, enter: true, gone: true, check: true };
 
 /// One copy of the write on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -198,7 +199,8 @@ impl Model for Writes {
             Phase::Replayed => steps.push(Step::GiveUp(Who::Owner)),
             _ => {}
         }
-        for (copy, phase) in [(0, Phase::Sent), (0, Phase::InDoubt), (0, Phase::Fenced), (1, Phase::Replayed)] {
+        for (copy, phase) in [(0, Phase::Sent), (0, Phase::InDoubt), (0, Phase::Fenced), (1, Phase::Replayed)]
+        {
             if state.owner == phase && state.copies[copy] == Copy::Applied {
                 steps.push(Step::Answer(copy));
             }
@@ -258,7 +260,8 @@ impl Model for Writes {
             }
             Step::Lose(copy) => state.copies[copy] = Copy::Lost,
             Step::Answer(_) => {
-                let settled = state.entry == Entry::None || self.write_entry(&mut state, Who::Owner, Entry::Applied);
+                let settled =
+                    state.entry == Entry::None || self.write_entry(&mut state, Who::Owner, Entry::Applied);
                 // The answer reaches the caller in any case.
                 let _ = settled;
                 state.owner = Phase::Done(Told::Applied);
@@ -368,7 +371,12 @@ fn counter_example(rules: Rules, property: &'static str) -> Option<Path<World, S
 #[test]
 fn with_all_rules_every_order_of_two_clients_and_a_late_network_is_harmless() {
     let checker = Writes(ALL).checker().spawn_bfs().join();
-    println!("states={} unique={} depth={}", checker.state_count(), checker.unique_state_count(), checker.max_depth());
+    println!(
+        "states={} unique={} depth={}",
+        checker.state_count(),
+        checker.unique_state_count(),
+        checker.max_depth()
+    );
     checker.assert_properties();
     assert!(checker.is_done());
     assert!(checker.unique_state_count() > 300, "{}", checker.unique_state_count());

@@ -148,6 +148,9 @@ impl Account {
         if self.lost {
             return None;
         }
+        if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+            hold.end_in_doubt(method);
+        }
         match (self.other.clone(), self.revision, &self.step) {
             (None, ..) => {
                 if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {

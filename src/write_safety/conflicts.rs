@@ -31,6 +31,9 @@ struct Key {
     calls: usize,
     /// The calls that are in doubt, and their methods.
     doubts: Vec<(EntryId, String)>,
+    /// How many calls ended in doubt since there were calls, and the last of them.
+    left: u64,
+    last_left: Option<(EntryId, String)>,
     /// Doubts that the ledger has not recorded.
     unrecorded: Vec<Unrecorded>,
 }
@@ -56,8 +59,9 @@ impl Conflicts {
             return Err(doubt.clone());
         }
         state.calls += 1;
+        let left = state.left;
         drop(keys);
-        Ok(Hold { of: Arc::clone(self), id, key, writes: 0, keyless: 0 })
+        Ok(Hold { of: Arc::clone(self), id, key, left, writes: 0, keyless: 0 })
     }
 
     /// The ledger has recorded that doubt, or somebody else has settled it.
@@ -100,6 +104,8 @@ pub(super) struct Hold {
     of: Arc<Conflicts>,
     id: EntryId,
     key: Arc<str>,
+    /// How many calls had ended in doubt when it began.
+    left: u64,
     /// As of its last hand-over.
     writes: u64,
     keyless: u64,
@@ -155,10 +161,22 @@ impl Hold {
         true
     }
 
-    /// Another call with its key that is in doubt.
+    /// Another call with its key that is in doubt, or has ended so since this one began: its ledger may have been
+    /// asked before that.
     pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
         let keys = self.of.lock();
-        keys.get(&self.key)?.doubts.iter().find(|(held, _)| *held != self.id).cloned()
+        let state = keys.get(&self.key)?;
+        let doubt = state.doubts.iter().find(|(held, _)| *held != self.id);
+        doubt.or(state.last_left.as_ref().filter(|_| state.left != self.left)).cloned()
+    }
+
+    /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
+    pub(super) fn end_in_doubt(&self, method: &str) {
+        self.doubt(method);
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.left += 1;
+            state.last_left = Some((self.id, method.to_owned()));
+        }
     }
 
     /// It is in doubt: until that ends, later writes with its key are refused.

@@ -121,6 +121,10 @@ impl Server {
         if self.plan.hold && !self.ended.load(Ordering::SeqCst) {
             while !self.ended.load(Ordering::SeqCst) || self.plan.ending == Ending::Never {
                 thread::sleep(Duration::from_millis(1));
+                if !self.plan.folder.exists() {
+                    // Its test has failed: nothing is left behind.
+                    std::process::exit(1);
+                }
             }
         }
         self.pause();

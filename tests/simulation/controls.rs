@@ -156,12 +156,15 @@ const fn in_worlds_with(favours: Favours, control: Control) -> Control {
 pub const GUARDS: &[Control] = {
     use goaround::Guard;
     &[
-        in_worlds_with(Favours::SlowConnects, guard(
-            "what is held up is sent after its attempt's time",
-            Kind::Lean,
-            Guard::AttemptTime,
-            &["duplicates"],
-        )),
+        in_worlds_with(
+            Favours::SlowConnects,
+            guard(
+                "what is held up is sent after its attempt's time",
+                Kind::Lean,
+                Guard::AttemptTime,
+                &["duplicates"],
+            ),
+        ),
         guard("the last byte ignored", Kind::Full, Guard::LastByte, &["duplicates"]),
         guard("precedence dropped", Kind::Full, Guard::Precedence, &["lies"]),
         guard("the generation ignored", Kind::Full, Guard::Generation, &["reconnects"]),
@@ -171,7 +174,10 @@ pub const GUARDS: &[Control] = {
         guard("the deadline's timer off", Kind::Full, Guard::Timer, &["late"]),
         guard("no fence needed", Kind::Full, Guard::Fence, &["duplicates"]),
         guard("the check before the fence", Kind::Full, Guard::FenceFirst, &["duplicates"]),
-        in_worlds_with(Favours::Overlap, guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"])),
+        in_worlds_with(
+            Favours::Overlap,
+            guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"]),
+        ),
         guard("a process gone without its group", Kind::Full, Guard::Group, &["duplicates"]),
         guard("a fence over unwritten bytes", Kind::Full, Guard::Unsent, &["duplicates"]),
         guard("other writes since ignored", Kind::Full, Guard::OtherWrites, &["overwritten"]),
@@ -180,8 +186,14 @@ pub const GUARDS: &[Control] = {
         guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),
         guard("handed over before it is entered", Kind::Full, Guard::Enter, &["ledger"]),
         guard("replayed without a claim", Kind::Full, Guard::Claim, &["ledger"]),
-        in_worlds_with(Favours::Windows, guard("a key's window ignored", Kind::Full, Guard::Window, &["duplicates"])),
-        in_worlds_with(Favours::Windows, guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"])),
+        in_worlds_with(
+            Favours::Windows,
+            guard("a key's window ignored", Kind::Full, Guard::Window, &["duplicates"]),
+        ),
+        in_worlds_with(
+            Favours::Windows,
+            guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"]),
+        ),
     ]
 };
 

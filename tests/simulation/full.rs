@@ -428,7 +428,11 @@ impl Pipe {
         };
         note!(world, "process {}: answers {id}: {reply:?}", self.process.number);
         let line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},{said}}}\n").into_bytes();
-        let way = if world.fault(20) && world.plan().favours != Favours::Windows { world.lock().rng.u32(0..4) } else { 9 };
+        let way = if world.fault(20) && world.plan().favours != Favours::Windows {
+            world.lock().rng.u32(0..4)
+        } else {
+            9
+        };
         match way {
             // In two parts.
             0 => {

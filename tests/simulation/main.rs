@@ -170,7 +170,7 @@ fn find_out(control: &Control, seeds: u64) -> Option<u64> {
 
 /// Whether everything that is wrong on purpose is found out.
 fn controls() -> bool {
-    let mut all = controls::LIES.iter().collect::<Vec<_>>();
+    let all = controls::LIES.iter().collect::<Vec<_>>();
     #[cfg(goaround_controls)]
     {
         all = controls::GUARDS.iter().collect();

@@ -317,7 +317,8 @@ impl Plan {
             }
             Favours::Windows => {
                 let asleep = rng.u64(5_000..40_000);
-                (self.keeps_keys, self.sleeps) = (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
+                (self.keeps_keys, self.sleeps) =
+                    (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
                 (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
                 // What is handed over arrives at once.
                 (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);

@@ -23,7 +23,11 @@ struct Peer {
 }
 
 impl AsyncRead for Peer {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
         self.pause = !self.pause;
         let left = self.says.len() - self.said;
         if left == 0 && !self.ends {
