@@ -328,7 +328,7 @@ impl Plan {
                 self.silence_probe = false;
             }
             Favours::SlowConnects => {
-                (self.marks, self.independent, self.keys) = (false, true, false);
+                (self.marks, self.cached, self.independent, self.keys) = (false, false, true, false);
                 (self.quarantine, self.refuses) = (Some(LANDS_WITHIN + 1), false);
                 (self.faults.connect_hangs, self.faults.connect_fails, self.faults.check_fails) = (0, 0, 0);
             }
