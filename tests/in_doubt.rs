@@ -1571,3 +1571,45 @@ async fn a_write_is_not_sent_on_a_key_whose_doubt_the_ledger_is_still_recording_
         assert_eq!(lab.writes(), 1);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn h09_a_replay_that_is_held_up_below_while_the_machine_sleeps_is_not_sent_after_its_keys_time() {
+    for (slept, sent) in [(0, true), (60, false)] {
+        let clock = Arc::new(AtomicU64::new(1_000_000));
+        let now = Arc::clone(&clock);
+        let layer = refuse()
+            .keyed(KeyedWrites::argument("/key").honoured_for(20 * SECOND))
+            .wall_clock(move || SystemTime::UNIX_EPOCH + Duration::from_secs(now.load(Ordering::Relaxed)));
+        let bytes = Arc::new(AtomicU32::new(0));
+        let server = service_fn({
+            let (bytes, clock) = (Arc::clone(&bytes), Arc::clone(&clock));
+            move |request: Request| {
+                let activity = request.context().activity().unwrap().clone();
+                let first = bytes.load(Ordering::Relaxed) == 0;
+                let (bytes, clock) = (Arc::clone(&bytes), Arc::clone(&clock));
+                async move {
+                    if !first {
+                        // It waits for a connection, and the machine sleeps.
+                        tokio::time::sleep(SECOND).await;
+                        clock.fetch_add(slept, Ordering::Relaxed);
+                        tokio::time::sleep(SECOND).await;
+                    }
+                    if !activity.adopt() {
+                        return Err(CallError::not_sent("its time is up"));
+                    }
+                    bytes.fetch_add(1, Ordering::Relaxed);
+                    activity.sent();
+                    if first { Err(closed()) } else { Ok(Response::new(1).unwrap()) }
+                }
+            }
+        });
+        let service =
+            ServiceBuilder::new().layer(DeadlineLayer::new(60 * SECOND)).layer(layer).service(server);
+        let result = service.oneshot(payment()).await;
+        assert_eq!(bytes.load(Ordering::Relaxed), 1 + u32::from(sent), "{slept}");
+        match result {
+            Ok(_) => assert!(sent),
+            Err(error) => assert_eq!((error.outcome(), sent), (Outcome::Unknown, false)),
+        }
+    }
+}

@@ -756,13 +756,13 @@ impl Out {
 
 /// Calls that were given up, by id; the oldest are forgotten.
 #[derive(Default)]
-struct Remembered {
+pub(crate) struct Remembered {
     calls: HashMap<u64, Late, BuildHasherDefault<OwnIds>>,
     order: VecDeque<u64>,
 }
 
 impl Remembered {
-    fn insert(&mut self, id: u64, late: Late) {
+    pub(crate) fn insert(&mut self, id: u64, late: Late) {
         self.calls.insert(id, late);
         self.order.push_back(id);
         if self.order.len() > MAX_REMEMBERED
@@ -776,7 +776,7 @@ impl Remembered {
         self.calls.contains_key(&id)
     }
 
-    fn remove(&mut self, id: u64) -> Option<Late> {
+    pub(crate) fn remove(&mut self, id: u64) -> Option<Late> {
         self.calls.remove(&id)
     }
 }

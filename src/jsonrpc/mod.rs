@@ -42,12 +42,14 @@ mod tests;
 
 pub use builder::Builder;
 pub(crate) use builder::Process;
+#[cfg(feature = "rmcp")]
+pub(crate) use client::ProcessFacts;
 pub(crate) use client::WeakClient;
 pub use client::{Client, ResponseFuture};
 #[cfg(feature = "rmcp")]
 pub(crate) use codec::{Lines, Piece};
 #[cfg(feature = "rmcp")]
-pub(crate) use driver::Late;
+pub(crate) use driver::{Late, Remembered};
 #[cfg(feature = "rmcp")]
 pub(crate) use frame::Frame;
 pub(crate) use handler::AnyHandler;

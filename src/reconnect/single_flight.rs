@@ -81,6 +81,8 @@ struct State<M: Service<()>> {
     cool_until: Option<Instant>,
     /// What the clones and their calls hold, for counting.
     locals: Census<Local<M>>,
+    /// What calls hold that have waited for their connection: one for all of them, since there may be many.
+    waited: Weak<Local<M>>,
 }
 
 enum Phase<M: Service<()>> {
@@ -169,6 +171,7 @@ where
                 evidence: VecDeque::new(),
                 cool_until: None,
                 locals: Census::new(),
+                waited: Weak::new(),
             }),
             bell: Arc::default(),
             current: AtomicU64::new(0),
@@ -252,7 +255,16 @@ where
         }
         if let Phase::Connected { generation, connection } = &state.phase {
             let (generation, connection) = (Arc::clone(generation), connection.clone());
-            return Step::Ready(Box::new(Ok((self.local(state, generation, false), connection))));
+            let waited = state.waited.upgrade();
+            let local = match waited.filter(|local| Arc::ptr_eq(&local.generation, &generation)) {
+                Some(local) => local,
+                None => {
+                    let local = self.local(state, generation, false);
+                    state.waited = Arc::downgrade(&local);
+                    local
+                }
+            };
+            return Step::Ready(Box::new(Ok((local, connection))));
         }
         let now = Instant::now();
         if let Phase::Idle = state.phase {
@@ -386,9 +398,8 @@ where
         let mut guard = self.lock();
         let state = &mut *guard;
         // Again, under the lock: whoever finds that there is no connection must find why, too.
-        if !self.is_current(generation)
-            && !(off!(Generation) && matches!(state.phase, Phase::Connected { .. }))
-        {
+        let ignored = off!(Generation) && matches!(state.phase, Phase::Connected { .. });
+        if !(self.is_current(generation) || ignored) {
             return;
         }
         self.current.store(0, Ordering::Release);

@@ -75,7 +75,8 @@ struct Progress<Req> {
     /// The attempts that have failed so far.
     earlier: Vec<Attempt>,
     notes: Vec<Cow<'static, str>>,
-    waits: Waits,
+    /// Begun at the first wait.
+    waits: Option<Waits>,
     /// How often this layer has handed the call over.
     made: u32,
     /// At how many closures the call was in flight.
@@ -399,7 +400,8 @@ impl<S, Req: Call> Read<S, Req> {
             }
             None if progress.made >= options.attempts => return Err(None),
             None => {
-                let Some(wait) = progress.waits.next() else {
+                let waits = progress.waits.get_or_insert_with(|| options.schedule.start());
+                let Some(wait) = waits.next() else {
                     return Err(Some("no further attempt: the backoff schedule has ended".into()));
                 };
                 // What was in flight at one event costs as much as one call.
@@ -444,7 +446,7 @@ impl<S, Req: Call> Read<S, Req> {
             Box::new(Progress {
                 earlier: Vec::new(),
                 notes: Vec::new(),
-                waits: self.handle.options.schedule.start(),
+                waits: None,
                 made: 1,
                 closures: 0,
                 handed_back: false,

@@ -2,7 +2,7 @@
 
 use std::{
     borrow::Cow,
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, HashSet},
     fmt,
     future::Future,
     mem,
@@ -36,11 +36,11 @@ use super::{
     session::{Lesson, Memory},
 };
 use crate::{
-    Basis, Call, CallError, Closure, Delivery, Effect, Exit, Pause, Refusal, Scope,
+    Basis, Call, CallError, Closure, Delivery, Effect, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
     event,
-    jsonrpc::{Late, Process},
+    jsonrpc::{Late, Process, ProcessFacts, Remembered},
     mcp::Catalog,
 };
 
@@ -50,8 +50,8 @@ const MAX_IN_FLIGHT: usize = 65_536;
 pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
 /// How many questions of the server hold up calls at once.
 const MAX_QUESTIONS: usize = 1024;
-/// How many calls that were given up are remembered, in case that their answers come.
-const MAX_REMEMBERED: usize = 1024;
+/// How many cursors of a session are remembered.
+const MAX_CURSORS: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a process whose handshake it ended by its own end is waited for.
@@ -109,7 +109,7 @@ pub(super) struct Inner {
     peer: OnceLock<Peer<RoleClient>>,
     about: OnceLock<event::Peer>,
     running: Mutex<Option<Box<dyn Running>>>,
-    process: Option<Facts>,
+    process: Option<ProcessFacts>,
     /// What the server says of its tools, where the caller trusts that.
     catalog: Mutex<Option<Arc<Catalog>>>,
     /// Whether it is the first one of its connector.
@@ -118,14 +118,6 @@ pub(super) struct Inner {
     is_listing: AtomicBool,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
     has_handshake: AtomicBool,
-}
-
-/// What is known of the process at the other end.
-struct Facts {
-    exit: watch::Receiver<Option<Exit>>,
-    ends_effects: bool,
-    stderr: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
-    overlapped: bool,
 }
 
 #[derive(Default)]
@@ -167,12 +159,8 @@ impl Inner {
         process: Option<Process>,
         first: bool,
     ) -> (Arc<Self>, Option<BoxFuture<()>>) {
-        let (process, exited) = match process {
-            Some(Process { exited, exit, ends_effects, stderr, overlapped }) => {
-                (Some(Facts { exit, ends_effects, stderr, overlapped }), Some(exited))
-            }
-            None => (None, None),
-        };
+        let facts = process.as_ref().map(ProcessFacts::of);
+        let exited = process.map(|process| process.exited);
         let inner = Self {
             kind,
             memory,
@@ -184,7 +172,7 @@ impl Inner {
             peer: OnceLock::new(),
             about: OnceLock::new(),
             running: Mutex::new(None),
-            process,
+            process: facts,
             catalog: Mutex::new(None),
             first,
             is_listing: AtomicBool::new(false),
@@ -325,7 +313,7 @@ impl Inner {
         let late = {
             let mut state = self.lock();
             state.sent.remove(&id);
-            state.remembered.remove(id)
+            state.remembered.remove(id.unsigned_abs())
         };
         if let Some(late) = late.filter(|_| success) {
             late.emit();
@@ -409,18 +397,7 @@ impl Inner {
     }
 
     fn new_closure(&self, reason: Cow<'static, str>, in_flight: usize) -> Closure {
-        let ends_effects = self.process.as_ref().is_some_and(|process| process.ends_effects);
-        let exit = self.process.as_ref().map(|process| -> BoxFuture<Exit> {
-            let mut exit = process.exit.clone();
-            Box::pin(async move {
-                let known = match exit.wait_for(Option::is_some).await {
-                    Ok(known) => known.clone(),
-                    Err(_) => None,
-                };
-                known.unwrap_or_else(|| Exit::new(None, false))
-            })
-        });
-        Closure::of_process(reason, in_flight, ends_effects, exit)
+        ProcessFacts::closure(self.process.as_ref(), reason, in_flight)
     }
 
     // ----- calls
@@ -454,7 +431,7 @@ impl Inner {
             if let Some(id) = exchange.id() {
                 state.sent.remove(&id);
                 if let Some(late) = late.filter(|_| !state.ended) {
-                    state.remembered.insert(id, late);
+                    state.remembered.insert(id.unsigned_abs(), late);
                 }
             }
             if exchange.request.context().progress().is_some() {
@@ -502,7 +479,7 @@ impl Inner {
     pub(super) fn hands_out(&self, cursor: String) {
         // Whoever walks through more pages than that at once has its list refused after a reconnect.
         let mut state = self.lock();
-        if state.cursors.len() < MAX_REMEMBERED {
+        if state.cursors.len() < MAX_CURSORS {
             state.cursors.insert(cursor);
         }
     }
@@ -621,29 +598,6 @@ impl State {
         if let Some(progress) = progress.filter(|progress| progress.pauses_while_asking()) {
             self.pauses.entry(call.key).or_insert_with(|| progress.pause());
         }
-    }
-}
-
-/// Calls that were given up, by id; the oldest are forgotten.
-#[derive(Default)]
-struct Remembered {
-    calls: HashMap<i64, Late>,
-    order: VecDeque<i64>,
-}
-
-impl Remembered {
-    fn insert(&mut self, id: i64, late: Late) {
-        self.calls.insert(id, late);
-        self.order.push_back(id);
-        if self.order.len() > MAX_REMEMBERED
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.calls.remove(&oldest);
-        }
-    }
-
-    fn remove(&mut self, id: i64) -> Option<Late> {
-        self.calls.remove(&id)
     }
 }
 

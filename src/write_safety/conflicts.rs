@@ -181,10 +181,10 @@ impl Hold {
 
     /// It is in doubt: until that ends, later writes with its key are refused.
     pub(super) fn doubt(&self, method: &str) {
-        if let Some(state) = self.of.lock().get_mut(&self.key) {
-            if !state.doubts.iter().any(|(held, _)| *held == self.id) {
-                state.doubts.push((self.id, method.to_owned()));
-            }
+        if let Some(state) = self.of.lock().get_mut(&self.key)
+            && !state.doubts.iter().any(|(held, _)| *held == self.id)
+        {
+            state.doubts.push((self.id, method.to_owned()));
         }
     }
 

@@ -314,6 +314,7 @@ where
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
+            self.close_by_key();
             // The attempt itself first: what it says is better evidence than any check's.
             if let Some(future) = attempt.as_mut().as_pin_mut()
                 && let Poll::Ready(result) = future.poll(cx)
@@ -797,6 +798,16 @@ where
         attempt.set(Some(service.call(request)));
         self.handing_over = false;
         Poll::Ready(Ok(()))
+    }
+
+    /// A replay by its key may wait below this layer, for a connection or a process's end, and the machine may
+    /// sleep meanwhile: once the key's time is over, by either clock, it must not be sent any more.
+    fn close_by_key(&self) {
+        if let Some(replay) = &self.replay
+            && self.key_end(replay).is_err()
+        {
+            self.parts.current.activity.close();
+        }
     }
 
     /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.

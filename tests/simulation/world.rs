@@ -251,7 +251,7 @@ impl Plan {
             read_fails: percent(40),
             ledger_fails: percent(25),
         };
-        let quarantine = (rng.u32(0..100) < 65).then(|| LANDS_WITHIN + 1);
+        let quarantine = (rng.u32(0..100) < 65).then_some(LANDS_WITHIN + 1);
         let leaks = rng.u32(0..100) < 30;
         let independent = (rng.u32(0..100) < 40 || lies.independent) && !lies.wrong_key;
         let keeps_keys = match lies.keys_forgotten || lies.clock_stands {
@@ -681,7 +681,7 @@ impl World {
     fn key(&self, token: u32) -> Option<u32> {
         match token {
             CANARIES.. => Some(token),
-            _ => (token % 5 != 0).then_some(token % 2),
+            _ => (!token.is_multiple_of(5)).then_some(token % 2),
         }
     }
 

@@ -152,15 +152,19 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 /// for each [owner](EntryId::owner), a time until which it is taken to be alive, that the owner renews while it
 /// runs, and
 ///
-/// - lists another owner's open entry in [`in_doubt`](Ledger::in_doubt) only once that owner's lease has run
-///   out (its own open entries are calls under way, and never in doubt);
+/// - lists another owner's open entry in [`in_doubt`](Ledger::in_doubt) only once that owner is *gone* (its own open
+///   entries are calls under way, and never in doubt). That its lease has run out does not say so by itself: an
+///   owner that was granted an entry or a claim, and was stopped right then, sends when it wakes. Its process must be
+///   known to have ended, or its machine to be fenced off, or a bound must have passed after the lease for which a
+///   process is stopped at most between a grant and its bytes, which the caller declares;
 /// - refuses [`claim`](Ledger::claim), [`enter`](Ledger::enter) and [`started`](Ledger::started) to an owner
 ///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
 ///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
 /// - refuses a claim where another entry with the same conflict key, or with none, was entered since this one,
 ///   as the layer does for the writes of its own process.
 ///
-/// That keeps replays apart, and not what was sent already: a fence must hold besides.
+/// That keeps replays apart, and not what was sent already: a fence must hold besides. `tests/stateright.rs` explores
+/// two such processes in every order, and shows what happens where a lease alone counts.
 pub trait Ledger: Send + Sync + 'static {
     /// Enters a write, before its first byte, and returns its revision. The entry is stored for good when this
     /// resolves: a crash after that must find it.
