@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Feeds a target everything in its corpus.
 fn feed(target: &str, feed: fn(&[u8])) {
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(target);
     let mut fed = 0;
     for entry in std::fs::read_dir(&corpus).unwrap() {
         let path = entry.unwrap().path();
