@@ -598,7 +598,8 @@ impl Clone for CallIds {
 ///
 /// A connection that marks says so with [`Activity::adopt`] before the request can be sent. What it then
 /// leaves unmarked has not happened. One that never marks is treated as if all bytes were sent at the
-/// moment that the attempt timed out.
+/// moment that the attempt timed out. One whose call ends alone, without its connection
+/// ([`Scope::Call`](crate::Scope::Call)), before its last byte was marked counts as still being sent.
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,
@@ -627,7 +628,7 @@ impl Activity {
     #[must_use = "an attempt that is over must not be sent"]
     pub fn adopt(&self) -> bool {
         let mut state = self.lock();
-        if state.over {
+        if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
@@ -687,6 +688,7 @@ impl Activity {
         match (state.adopted, state.sent_at) {
             (false, _) => Ok(None),
             (true, Some(at)) => Ok(Some(at)),
+            (true, None) if off!(LastByte) => Ok(None),
             (true, None) => {
                 state.waker = Some(cx.waker().clone());
                 Err(StillSending)
@@ -704,7 +706,7 @@ impl Activity {
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) -> bool {
         let mut state = self.lock();
-        if state.over {
+        if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }

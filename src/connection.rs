@@ -8,7 +8,7 @@ use crate::{Basis, CallError, Effect, event::Peer, write_safety::ledger::Registr
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// A connection of this crate, seen by the reconnect layer and the stack.
-pub(crate) trait Connection: Send + Sync {
+pub(crate) trait Connection: Any + Send + Sync {
     /// Who is there, as far as a handshake has said.
     fn peer(&self) -> Option<Peer>;
 
@@ -34,6 +34,10 @@ pub(crate) fn known<C: 'static>(connection: &C) -> Option<Arc<dyn Connection>> {
     if let Some(client) = connection.downcast_ref::<crate::jsonrpc::Client>() {
         return Some(Arc::new(client.clone()));
     }
+    #[cfg(feature = "rmcp")]
+    if let Some(connection) = connection.downcast_ref::<crate::sdk::Connection>() {
+        return Some(Arc::new(connection.clone()));
+    }
     let connection = connection.downcast_ref::<crate::mcp::Connection>()?;
     Some(Arc::new(connection.clone()))
 }
@@ -43,6 +47,10 @@ pub(crate) type Classifier<Req> = Arc<dyn Fn(&Req) -> Option<(Effect, Basis)> + 
 
 /// The classifier that a connector of this crate brings along, if it is one for such requests.
 pub(crate) fn classifier_of<M: 'static, Req: 'static>(connector: &M) -> Option<Classifier<Req>> {
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = (connector as &dyn Any).downcast_ref::<crate::sdk::Connector>() {
+        return (&connector.classifier() as &dyn Any).downcast_ref::<Classifier<Req>>().cloned();
+    }
     let rules = (connector as &dyn Any).downcast_ref::<crate::mcp::Stdio>()?.classifier();
     (&rules as &dyn Any).downcast_ref::<Classifier<Req>>().cloned()
 }
@@ -53,18 +61,29 @@ pub(crate) type Reaper = Arc<dyn Fn() -> BoxFuture<()> + Send + Sync>;
 /// The reaper of a connector of this crate, also of what it has started for a connect that was given up.
 pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
     let connector = connector as &dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return connector.reaper();
+    }
     let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::reaper);
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
 }
 
-/// Has a connector of this crate enter each process that it starts.
-pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) {
+/// Has a connector of this crate enter each process that it starts; `false` if it is none.
+pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar) -> bool {
     let connector = connector as &mut dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_mut::<crate::sdk::Connector>() {
+        return connector.register_with(registrar);
+    }
     if let Some(child) = connector.downcast_mut::<crate::stdio::Child>() {
         child.register_with(registrar);
     } else if let Some(stdio) = connector.downcast_mut::<crate::mcp::Stdio>() {
         stdio.register_with(registrar);
+    } else {
+        return false;
     }
+    true
 }
 
 /// What is wrong with a connector of this crate, if it is one and something is.
@@ -72,6 +91,10 @@ pub(crate) fn validate<M: 'static>(connector: &M) -> Result<(), String> {
     let connector = connector as &dyn Any;
     if let Some(child) = connector.downcast_ref::<crate::stdio::Child>() {
         return child.validate().map_err(|error| error.to_string());
+    }
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return connector.validate().map_err(|error| error.to_string());
     }
     if let Some(stdio) = connector.downcast_ref::<crate::mcp::Stdio>() {
         return stdio.validate().map_err(|error| error.to_string());

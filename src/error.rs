@@ -77,6 +77,8 @@ struct Inner {
     source: Option<BoxError>,
     /// How the connection ended, where the cause does not say.
     closure: Option<Closure>,
+    /// What several calls have lost together, on a connection that lives on.
+    loss: Option<Closure>,
     /// The request, where nothing of it was sent. Behind a lock for `Sync` alone.
     request: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -207,6 +209,9 @@ impl CallError {
         if self.delivery() == Delivery::Answered {
             return Outcome::Answered;
         }
+        if off!(Precedence) && self.delivery() != Delivery::Ambiguous {
+            return Outcome::NotDone;
+        }
         match (self.is_in_doubt(), self.may_be_a_write()) {
             (false, _) => Outcome::NotDone,
             (true, false) => Outcome::NoAnswer,
@@ -329,6 +334,7 @@ impl CallError {
             notes: Vec::new(),
             source: None,
             closure: None,
+            loss: None,
             request: Mutex::new(None),
         }))
     }
@@ -404,6 +410,19 @@ impl CallError {
             _ => self.0.closure = Some(shared.clone()),
         }
         self
+    }
+
+    /// Says that other calls were lost by the same event, though the connection lives on: a retry budget is charged
+    /// once for all of them.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn lost_with(mut self, loss: Closure) -> Self {
+        self.0.loss = Some(loss);
+        self
+    }
+
+    /// See [`CallError::lost_with`].
+    pub(crate) fn loss(&self) -> Option<&Closure> {
+        self.0.loss.as_ref()
     }
 
     /// The facts of an error that cannot be moved out of its box.
@@ -604,6 +623,10 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
     }
     if let Some(error) = error.downcast_ref::<crate::mcp::HandshakeError>() {
         return Some(error.to_string());
+    }
+    #[cfg(feature = "rmcp")]
+    if let Some(text) = crate::sdk::safe_text(error) {
+        return Some(text);
     }
     if let Some(error) = error.downcast_ref::<crate::mcp::tasks::Unfinished>() {
         return Some(error.to_string());

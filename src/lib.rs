@@ -74,12 +74,15 @@
 //! # }
 //! ```
 //!
-//! How to write such a check, what a fence is, and what goes wrong with checks that look right: [`guide`].
+//! How to write such a check, what a fence is, and what goes wrong with checks that look right:
+//! [`write_safety::effect_check`].
 //!
 //! # Connections
 //!
 //! - [`mcp`]: MCP servers that are child processes, in both eras of the protocol, with the session restored after
 //!   each reconnect. Ready-made effect checks are in [`mcp::checks`], tools that become tasks in [`mcp::tasks`].
+//! - `sdk` (feature `rmcp`): MCP servers behind the client of the official Rust SDK, over stdio and Streamable
+//!   HTTP.
 //! - [`stdio`]: any JSON-RPC server that is a child process.
 //! - [`jsonrpc`]: JSON-RPC over any byte stream.
 //! - Everything else that is a Tower service: requests go in as [`Tagged`], errors by tower's `map_err` and the
@@ -100,13 +103,20 @@
 //!
 //! The default is none.
 //!
+//! - `ledger-durable`: [`DurableLedger`](write_safety::ledger), which keeps the writes in a file that survives a crash.
+//!   Needs no further crates.
 //! - `backoff`: schedules of the crate `backoff` for [`RetryReadOnly`]. That crate is unmaintained
 //!   (RUSTSEC-2025-0012), so it is offered and never pulled in by itself.
+//! - `rmcp`: the module `sdk`, the stack around the client of the official MCP SDK. It brings no TLS of its own:
+//!   for `https` addresses turn on one of `rmcp`'s own features, `reqwest` (rustls) or `reqwest-native-tls`.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
 /// A boxed error, as tower's.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+#[macro_use]
+mod controls;
 
 mod call;
 mod census;
@@ -115,11 +125,12 @@ pub mod deadline;
 mod delivery;
 mod error;
 pub mod event;
-pub mod guide;
 pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;
 pub mod retry;
+#[cfg(feature = "rmcp")]
+pub mod sdk;
 pub mod stack;
 pub mod stdio;
 pub mod write_safety;
@@ -133,8 +144,13 @@ pub use reconnect::{Reconnect, ReconnectHandle, ReconnectLayer};
 pub use retry::{Retry, RetryReadOnly, RetryReadOnlyLayer};
 pub use stack::{ConfigError, Stack, StackBuilder};
 pub use write_safety::{
-    EffectCheck, Fence, FenceBasis, InDoubt, Verdict, VerdictKind, WriteSafety, WriteSafetyLayer,
+    EffectCheck, Fence, FenceBasis, InDoubt, KeyedAnswer, KeyedWrites, Resolve, Resolved, Verdict,
+    VerdictKind, WriteSafety, WriteSafetyLayer,
 };
+
+#[cfg(goaround_controls)]
+#[doc(hidden)]
+pub use controls::{Guard, switch_off};
 
 /// The examples of the README, which are tests too.
 #[cfg(doctest)]

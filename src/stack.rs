@@ -188,6 +188,12 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
         self.lock().layers.get_ref().ledger()
     }
 
+    /// The connection in use, if it is one of this crate's.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn connection(&self) -> Option<Arc<dyn crate::connection::Connection>> {
+        self.seat.shared.reconnect.connection()
+    }
+
     /// How many calls are in flight.
     pub fn in_flight(&self) -> usize {
         self.seat.shared.census().in_flight()
@@ -224,6 +230,8 @@ where
     let retry = writes.get_mut();
     if !effect.is_write()
         && retry.is_plain()
+        // Who gives one wants to know on which connection the call is, which only the layers note.
+        && request.context().activity().is_none()
         && let Some(local) = retry.get_ref().ready_for_read()
     {
         let lane = match &ways.lane {
@@ -638,9 +646,8 @@ where
             false => (deadline, writes, retry, reconnect),
         };
         let number = writes.number();
-        if let Some(registrar) = writes.registrar(number) {
-            register_with(&mut connector, registrar);
-        }
+        let registrar = writes.registrar(number);
+        let entered = registrar.is_some_and(|registrar| register_with(&mut connector, registrar));
         let reconnecting = reconnect.layer(connector);
         let shared = Arc::new(Shared {
             closing: AtomicBool::new(false),
@@ -650,7 +657,7 @@ where
             reconnect: ReconnectHandle::of(&reconnecting),
             events,
         });
-        let layers = deadline.layer(writes.layer_as(number, retry.layer(reconnecting)));
+        let layers = deadline.layer(writes.layer_as(number, entered, retry.layer(reconnecting)));
         Ok(Stack::new(layers, shared))
     }
 }

@@ -53,6 +53,30 @@ fn own_child_settles_its_writes_in_doubt() {
     }
 }
 
+#[cfg(feature = "ledger-durable")]
+#[test]
+fn crash_recovery_settles_what_seven_dead_clients_left_and_sends_again_what_did_not_land() {
+    let text = run("crash_recovery", &[]);
+    // Where the system does not tell of another's processes, the declared bound is the fence.
+    let gone = if cfg!(target_os = "linux") { "process_gone (observed)" } else { "quarantine (declared)" };
+    let mut lines = text.lines().skip(1);
+    for (when, attempts, settled, fence, again) in [
+        ("before the server was started", "1", "not landed", "never_sent (observed)", "yes"),
+        ("before the send", "1", "not landed", gone, "yes"),
+        ("before the server committed", "1", "not landed", gone, "yes"),
+        ("after it had committed, reply lost", "1", "landed", gone, "no"),
+        ("reply received, not yet recorded", "1", "landed", gone, "no"),
+        ("before the replay that was claimed", "2", "not landed", gone, "yes"),
+        ("before the commit; the server goes on", "1", "landed", gone, "no"),
+    ] {
+        let line = lines.next().unwrap_or_default();
+        assert!(line.starts_with(when), "{text}");
+        expect(line, &[when, attempts, settled, " ms", fence, again, "1 time"]);
+        assert_eq!(line.contains("not landed"), again == "yes", "{line}");
+    }
+    assert_eq!(lines.collect::<Vec<_>>(), ["14 writes, 7 of them in doubt, 0 left"]);
+}
+
 #[test]
 fn plain_tower_retries_what_reads_and_gives_the_own_error_back() {
     expect(

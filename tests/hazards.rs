@@ -283,7 +283,7 @@ async fn h05_what_was_applied_in_part_is_unknown_and_never_replayed() {
 
 /// A ledger that several processes share, as they would a database: slow, and with compare-and-set.
 #[derive(Clone, Default)]
-struct Database(Arc<Mutex<HashMap<EntryId, Entry>>>);
+struct Database(Arc<Mutex<HashMap<EntryId, Entry>>>, Duration);
 
 impl Database {
     async fn change<T>(
@@ -315,6 +315,7 @@ impl Ledger for Database {
     }
 
     async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        sleep(self.1).await;
         self.change(id, |entry| entry.claim(revision, SystemTime::now())).await
     }
 
@@ -505,6 +506,17 @@ async fn h09_a_key_that_the_server_may_have_forgotten_is_no_fence() {
             assert_eq!(told.map_err(|error| error.outcome()), outcome, "{doubt_at} {asks_for}");
             assert_eq!(keys.len(), 1 + usize::from(replays), "{doubt_at} {asks_for}");
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h09_a_key_that_is_forgotten_while_the_ledger_grants_the_replay_is_no_fence() {
+    for (claim_takes, replays) in [(8, true), (12, false)] {
+        let database = Database(Arc::default(), claim_takes * SECOND);
+        let layer = WriteSafetyLayer::refuse().keyed(put().honoured_for(10 * SECOND));
+        let (told, keys) = send_keyed(layer.ledger(database.clone()), [reset(), answers(0, Ok(1))]).await;
+        assert_eq!((told.is_ok(), keys.len()), (replays, 1 + usize::from(replays)));
+        assert_eq!(database.only().state.is_closed(), replays);
     }
 }
 

@@ -20,7 +20,7 @@ use goaround::{
     jsonrpc::{Request, Response},
     write_safety::{
         KeyedAnswer, KeyedWrites, Resolve,
-        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
+        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State, servers_gone},
     },
 };
 use lab::*;
@@ -140,6 +140,60 @@ impl Ledger for Store {
     }
 }
 
+/// A store that takes no hints, as a [`Ledger`] may.
+#[derive(Clone)]
+struct NoHints(Store);
+impl Ledger for NoHints {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.0.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+}
+
+/// A store one of whose operations panics.
+#[derive(Clone)]
+struct PanicsAt(Store, &'static str);
+impl Ledger for PanicsAt {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "enter");
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "settle");
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        assert_ne!(self.1, "claim");
+        self.0.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+    fn abandon(&self, id: EntryId, state: State) {
+        Ledger::abandon(&self.0, id, state);
+        assert_ne!(self.1, "abandon");
+    }
+}
+
+/// Polls once; whether it is pending.
+fn poll_once<F: Future>(call: &mut std::pin::Pin<Box<F>>) -> bool {
+    call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
+}
+
 // ===== Services =====
 
 fn service(
@@ -239,7 +293,8 @@ async fn an_answer_reaches_the_caller_whether_or_not_the_ledger_can_record_it() 
         service(&lab, WriteSafetyLayer::refuse().ledger(store.clone())).oneshot(write()).await.unwrap(),
         3
     );
-    assert_eq!(store.state(), State::Open);
+    // It is told once more, without waiting; what it cannot take stays open.
+    assert_eq!(*store.hints.lock().unwrap(), [State::Answered]);
 
     // One that hangs holds it up for 5 s, and not past the deadline.
     for (within, waits) in [(60, 5), (2, 2)] {
@@ -888,6 +943,51 @@ async fn a_quarantine_counts_from_when_the_owner_was_known_to_be_gone() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_dead_process_entered_before_it_had_started_any_server_was_not_sent() {
+    let lab = Lab::new();
+    let check = |doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    };
+    let gone = Some(tokio::time::Instant::now());
+    for (orphaned, servers_entered, verdict) in [
+        (gone, true, VerdictKind::NotLanded),
+        // Its owner may be about to start one; the connector is one that nobody enters servers for.
+        (None, true, VerdictKind::Unknown),
+        (gone, false, VerdictKind::Unknown),
+    ] {
+        let store = Store::new(&lab.log);
+        let mut entry = lost(&store, SystemTime::now());
+        (entry.orphaned, entry.servers_entered) = (orphaned, servers_entered);
+        assert_eq!(entry.was_never_sent(), verdict == VerdictKind::NotLanded);
+        let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+        assert_eq!(resolved.verdict, verdict);
+        if let State::NotLanded { why, basis } = resolved.state {
+            assert_eq!(why, "observed: nothing was sent, no server had been started");
+            assert_eq!(basis, goaround::FenceBasis::Observed);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_cannot_be_seen_from_here_is_not_waited_for() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let mut entry = lost(&store, SystemTime::now());
+    // Of a boot that nothing is known of.
+    let server = json!({ "pid": 1, "started": 1, "stack": 1, "exit_ends_effects": true });
+    entry.servers = vec![serde_json::from_value(server).unwrap()];
+    let start = tokio::time::Instant::now();
+    assert!(!servers_gone(std::slice::from_ref(&entry), 60 * SECOND).await);
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+    let State::InDoubt { reason } = &resolved.state else { panic!("{resolved:?}") };
+    assert!(reason.contains("cannot be seen from here"), "{reason}");
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    assert!(servers_gone(&[], 60 * SECOND).await);
+}
+
+#[tokio::test(start_paused = true)]
 async fn after_a_restart_only_the_wall_clock_counts_and_one_that_was_set_back_is_unknown() {
     let lab = Lab::new();
     let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed_deduplicated(60 * SECOND)) };
@@ -946,4 +1046,528 @@ async fn arguments_are_in_the_ledger_only_if_the_caller_keeps_them() {
     let layer = layer.keep_arguments(|request: &Req| Some(format!("to {}", **request)));
     service(&lab, layer).oneshot(to("a")).await.unwrap_err();
     assert_eq!(ledger.in_doubt().await.unwrap()[0].arguments.as_deref(), Some("to a"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_doubt_that_the_ledger_could_not_record_keeps_its_key_all_the_same() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let store = Store::new(&lab.log).fails("settle");
+    let service = service(&lab, by_account(WriteSafetyLayer::refuse()).ledger(store.clone()));
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap_err().outcome(), Outcome::Unknown);
+    // The hint has reached the store, which takes it back, as one does that was out of reach.
+    let id = store.entries()[0].id;
+    store.table.lock().unwrap().get_mut(&id).unwrap().state = State::Open;
+    store.table.lock().unwrap().get_mut(&id).unwrap().revision = 1;
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!((refusal(&error).clone(), lab.writes()), (Refusal::KeyInDoubt(id), 1));
+    // Once it works again it is told first, and says the same.
+    store.fails.lock().unwrap().clear();
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!((refusal(&error).clone(), lab.writes()), (Refusal::KeyInDoubt(id), 1));
+    assert!(matches!(store.state(), State::InDoubt { .. }));
+    store.forget(id, "jane").await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h05_a_part_that_was_seen_is_not_forgotten_when_the_attempt_ends_between_two_checks() {
+    let lab = Lab::new();
+    // It ends while the check waits to look again.
+    lab.write(later(SECOND + ms(150), Err(closed())));
+    let asked = Arc::new(AtomicU32::new(0));
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let asked = asked.fetch_add(1, Ordering::Relaxed);
+        async move { Ok(if asked == 0 { doubt.partial() } else { doubt.not_landed_because("gone") }) }
+    });
+    let error = service(&lab, layer.attempt_timeout(SECOND)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    assert!(error.to_string().contains("applied in part"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fence_that_makes_a_second_copy_harmless_says_nothing_of_the_first_where_none_is_answered() {
+    type Says = fn(&Doubt) -> Verdict<Res>;
+    let says: [Says; 2] =
+        [|doubt| doubt.not_landed_deduplicated(3600 * SECOND), |doubt| doubt.not_landed_conditional()];
+    for says in says {
+        // Another write came in between.
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let check = move |doubt: Doubt| async move {
+            tokio::time::sleep(SECOND).await;
+            Ok::<_, BoxError>(says(&doubt))
+        };
+        let ledger = MemoryLedger::new();
+        let service = service(&lab, WriteSafetyLayer::new(check).ledger(ledger.clone()));
+        let first = tokio::spawn(service.clone().oneshot(write()));
+        tokio::time::sleep(SECOND / 2).await;
+        service.clone().oneshot(write()).await.unwrap();
+        let error = first.await.unwrap().unwrap_err();
+        assert_eq!(error.outcome(), Outcome::Unknown, "{error}");
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+
+        // The replay is not sent.
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(fail(CallError::not_sent("x")));
+        let service = self::service(&lab, WriteSafetyLayer::new(check));
+        let error = service.oneshot(write()).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 2), "{error}");
+
+        // Dropped on its way to the replay.
+        let lab = Lab::new();
+        lab.write(fail(closed().after(20 * SECOND)));
+        let service = self::service(&lab, WriteSafetyLayer::new(check));
+        let call = tokio::spawn(service.oneshot(write()));
+        tokio::time::sleep(3 * SECOND).await;
+        call.abort();
+        let _ = call.await;
+        assert_eq!(lab.events.abandoned(), 1);
+
+        // After a restart.
+        let lab = Lab::new();
+        let store = Store::new(&lab.log);
+        let entry = lost(&store, SystemTime::now());
+        let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();
+        assert!(matches!(resolved.state, State::InDoubt { .. }), "{resolved:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_a_layer_in_between_gave_up_while_bytes_were_unsent_is_not_replayed_before_they_are_out()
+{
+    let lab = Lab::new();
+    let log = lab.log.clone();
+    lab.write(Box::new(move |request: Req| {
+        let activity = request.context().activity().unwrap().clone();
+        assert!(activity.adopt());
+        // The frame is begun, and finished whatever becomes of its call.
+        tokio::spawn(async move {
+            tokio::time::sleep(10 * SECOND).await;
+            activity.sent();
+            log.note("sent");
+        });
+        Box::pin(std::future::pending())
+    }));
+    lab.write(answer(2));
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND))
+        .layer(WriteSafetyLayer::new(check).quarantine(SECOND))
+        .map_err(|error: BoxError| CallError::from_boxed(error))
+        .layer(tower::timeout::TimeoutLayer::new(SECOND))
+        .service(lab.connection());
+    let result = service.oneshot(write()).await;
+    assert!(
+        lab.log.timed() == ["0 write", "10000 sent", "11000 write"] || lab.writes() == 1,
+        "{:?} {result:?}",
+        lab.log.timed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_is_free_only_when_the_last_of_two_writes_in_doubt_is_settled() {
+    let lab = Lab::new();
+    lab.write(later(2 * SECOND, Ok(1))).write(hang()).write(answer(3));
+    let layer = WriteSafetyLayer::new(|_: Doubt| std::future::pending::<Checked>());
+    let service = service(&lab, by_account(layer.attempt_timeout(SECOND).check_timeout(50 * SECOND)));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    let _second = tokio::spawn(service.clone().oneshot(to("a")));
+    first.await.unwrap().unwrap();
+    let third = service.clone().oneshot(to("a")).await;
+    assert!(third.is_err(), "sent while the second is in doubt");
+}
+
+#[test]
+fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
+    use std::sync::atomic::AtomicBool;
+
+    for round in 0..20 {
+        let (sent, checking) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));
+        let server = service_fn({
+            let sent = sent.clone();
+            move |_: Req| {
+                sent.fetch_add(1, Ordering::SeqCst);
+                std::future::ready(Err::<Res, _>(closed()))
+            }
+        });
+        let check = {
+            let checking = checking.clone();
+            move |doubt: Doubt| {
+                checking.store(true, Ordering::SeqCst);
+                async move {
+                    (0..3).for_each(|_| std::thread::yield_now());
+                    Ok::<_, BoxError>(doubt.unknown("x"))
+                }
+            }
+        };
+        let service = by_account(WriteSafetyLayer::new(check)).layer(server);
+        let first = service.clone();
+        let over = Arc::new(AtomicBool::new(false));
+        let done = over.clone();
+        let one = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let _ = runtime.block_on(first.oneshot(to("a")));
+            done.store(true, Ordering::SeqCst);
+        });
+        let mut other = service.clone();
+        while !checking.load(Ordering::SeqCst) {}
+        while !over.load(Ordering::SeqCst) {
+            drop(other.call(to("a")));
+        }
+        drop(other.call(to("a")));
+        one.join().unwrap();
+        assert_eq!(sent.load(Ordering::SeqCst), 1, "round {round}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_waits_for_its_ledger_while_its_key_falls_in_doubt_is_not_sent() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Err(closed()))).write(answer(3));
+    let store = Store::new(&lab.log);
+    let layer = WriteSafetyLayer::new(|_: Doubt| std::future::pending::<Checked>());
+    let service = service(
+        &lab,
+        by_account(layer.attempt_timeout(30 * SECOND).check_timeout(50 * SECOND)).ledger(store.clone()),
+    );
+    let _first = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND / 2).await;
+    let gate = store.gates["enter"].acquire_many(100).await.unwrap();
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    tokio::time::sleep(SECOND).await;
+    drop(gate);
+    let second = second.await.unwrap();
+    assert!(second.is_err(), "sent while the first is in doubt");
+    assert!(matches!(refusal(&second.unwrap_err()), Refusal::KeyInDoubt(_)));
+    assert!(store.entries().iter().any(|entry| matches!(entry.state, State::NotLanded { .. })));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_under_way_when_it_turns_out_that_nothing_was_sent_is_used_for_the_later_replay() {
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Err(CallError::not_sent("late")))).write(fail(closed())).write(answer(7));
+    let store = Store::new(&lab.log).shut("claim");
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed_because("tested")) };
+    let layer = WriteSafetyLayer::new(check).attempt_timeout(SECOND).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(4 * SECOND).await;
+    store.gates["claim"].add_permits(100);
+    let result = call.await.unwrap();
+    assert_eq!(store.state(), State::Answered, "{result:?} {:?}", lab.log.all());
+    assert_eq!(result.unwrap(), 7);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_abandoned_write_keeps_its_key_though_its_ledger_takes_no_hints() {
+    let lab = Lab::new();
+    lab.write(hang()).write(answer(2));
+    let store = Store::new(&lab.log);
+    let service = service(&lab, by_account(Safety::refuse()).ledger(NoHints(store.clone())));
+    let mut call = Box::pin(service.clone().oneshot(to("a")));
+    for _ in 0..5 {
+        assert!(poll_once(&mut call));
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(lab.writes(), 1);
+    drop(call);
+    assert_eq!(lab.events.abandoned(), 1);
+    let result = service.clone().oneshot(to("a")).await;
+    assert!(result.is_err(), "sent though the first is in doubt");
+    assert_eq!(lab.writes(), 1);
+    store.forget(store.entries()[0].id, "jane").await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_claim_hung_until_its_deadline_keeps_its_key_whether_or_not_the_claim_was_taken() {
+    for taken in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let store = Store::new(&lab.log).shut("claim");
+        let layer = by_account(Safety::refuse())
+            .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND));
+        let service = service(&lab, layer.ledger(NoHints(store.clone())));
+        let error = service.clone().oneshot(to("a")).await.unwrap_err();
+        assert_eq!(error.outcome(), Outcome::Unknown);
+        if taken {
+            let entry = store.entries().remove(0);
+            store.gates["claim"].add_permits(100);
+            store.claim(entry.id, entry.revision).await.unwrap();
+        }
+        assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though the first is in doubt {taken}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_that_panics_when_it_settles_leaves_the_write_in_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(PanicsAt(store.clone(), "settle"));
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    assert!(call.await.is_err());
+    assert!(!store.state().is_closed(), "{:?}", store.state());
+    assert_eq!(lab.events.doubts() + lab.events.abandoned(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_that_panics_at_a_hint_loses_no_report() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(PanicsAt(store.clone(), "abandon"));
+    let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+    assert!(poll_once(&mut call));
+    drop(call);
+    assert_eq!(lab.events.abandoned(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wall_clock_that_panics_loses_no_report() {
+    for panics_at in 1..6 {
+        for keyed in [false, true] {
+            let lab = Lab::new();
+            lab.write(fail(closed()));
+            lab.write(fail(closed()));
+            let ledger = MemoryLedger::new();
+            let calls = AtomicU32::new(0);
+            let mut layer = Safety::refuse().ledger(ledger.clone()).wall_clock(move || {
+                assert!(calls.fetch_add(1, Ordering::Relaxed) != panics_at);
+                SystemTime::now()
+            });
+            if keyed {
+                layer =
+                    layer.keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND));
+            }
+            let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+            let _ = call.await;
+            let reports = lab.events.doubts() + lab.events.abandoned();
+            assert_eq!((reports, ledger.in_doubt().await.unwrap().len()), (1, 1), "{panics_at} {keyed}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_deadline_has_passed_when_its_ledger_is_first_asked_ends_without_a_deadline_layer() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().ledger(store.clone());
+    let call = layer.layer(lab.connection()).oneshot(write().within(Duration::ZERO));
+    let call = tokio::spawn(call);
+    tokio::time::sleep(SECOND).await;
+    assert!(call.is_finished(), "hangs");
+    assert_eq!(call.await.unwrap().unwrap_err().outcome(), Outcome::NotDone);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_that_the_ledger_takes_to_enter_a_write_is_not_its_attempts() {
+    let lab = Lab::new();
+    lab.write(later(SECOND / 10, Ok(1)));
+    let store = Store::new(&lab.log).shut("enter");
+    let layer = absent(&lab).attempt_timeout(SECOND).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(2 * SECOND).await;
+    store.gates["enter"].add_permits(100);
+    assert_eq!(call.await.unwrap().unwrap(), 1);
+    assert_eq!((lab.log.count("check"), lab.events.doubts()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_quarantine_counts_for_an_entry_of_this_very_run() {
+    let lab = Lab::new();
+    lab.write(marked(1000 * SECOND, 2000 * SECOND, Ok(1)));
+    let ledger = MemoryLedger::new();
+    let service = service(&lab, Safety::refuse().ledger(ledger.clone()));
+    service.oneshot(write().within(SECOND)).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) };
+    let resolved = Resolve::new(&ledger, &entry, write())
+        .quarantine(SECOND)
+        .run_over(check, lab.connection())
+        .await
+        .unwrap();
+    assert_eq!(resolved.verdict, VerdictKind::Unknown);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h05_what_was_found_in_part_is_not_replayed_by_trust() {
+    let lab = Lab::new();
+    lab.write(later(20 * SECOND, Err(unavailable()))).write(answer(2));
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.partial()) };
+    let layer = WriteSafetyLayer::new(check).attempt_timeout(SECOND).trust(goaround::Evidence::Unavailable);
+    let result = service(&lab, layer).oneshot(write()).await;
+    assert_eq!(lab.writes(), 1, "{result:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_that_is_under_way_when_a_key_counts_again_does_not_end_the_replay() {
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Err(closed()))).write(later(20 * SECOND, Ok(7)));
+    let log = lab.log.clone();
+    let check = move |doubt: Doubt| {
+        log.note("check");
+        async move {
+            tokio::time::sleep(5 * SECOND).await;
+            Ok::<_, BoxError>(doubt.not_landed_because("tested"))
+        }
+    };
+    let clock = Arc::new(AtomicU64::new(1000));
+    let now = clock.clone();
+    let layer = WriteSafetyLayer::new(check)
+        .attempt_timeout(SECOND)
+        .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND))
+        .wall_clock(move || SystemTime::UNIX_EPOCH + Duration::from_secs(now.load(Ordering::Relaxed)));
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(SECOND / 2).await;
+    clock.store(900, Ordering::Relaxed);
+    tokio::time::sleep(SECOND).await;
+    clock.store(1002, Ordering::Relaxed);
+    let result = call.await.unwrap();
+    assert_eq!(result.unwrap(), 7, "{:?}", lab.log.timed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_replays_process_says_nothing_of_the_first_attempts_process() {
+    let lab = Lab::new();
+    lab.write(fail(exits(SECOND, false).exit_ends_effects()))
+        .write(fail(exits(Duration::ZERO, true).exit_ends_effects()));
+    let check = |doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    };
+    let layer = WriteSafetyLayer::new(check).replay_idempotent();
+    let stack = Stack::builder(lab.connector()).writes(layer).deadline(60 * SECOND).build().unwrap();
+    let error = stack.send(Tagged::new("w", Effect::Idempotent)).await.unwrap_err();
+    assert_eq!(lab.writes(), 2, "{error}");
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_no_key_of_a_write_under_way() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Ok(1))).write(later(SECOND, Ok(2)));
+    let service = service(&lab, by_account(Safety::refuse()).ledger(Arc::new(MemoryLedger::new())));
+    let first = tokio::spawn(service.clone().oneshot(to("a")));
+    let second = tokio::spawn(service.clone().oneshot(to("a")));
+    first.await.unwrap().unwrap();
+    second.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_memory_ledger_that_somebody_wraps_blocks_the_key_of_a_write_in_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let ledger = Arc::new(MemoryLedger::new());
+    let service = service(&lab, by_account(Safety::refuse()).ledger(ledger.clone()));
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let error = service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(*refusal(&error), Refusal::KeyInDoubt(entry.id));
+    ledger.settle(entry.id, entry.revision, State::Landed { by: "jane".into() }).await.unwrap();
+    assert_eq!(service.clone().oneshot(to("a")).await.unwrap(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_a_refused_write_whose_replay_somebody_else_has_claimed_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(unavailable().after(2 * SECOND)));
+    let store = Store::new(&lab.log);
+    let layer = Safety::refuse().trust(goaround::Evidence::Unavailable).ledger(store.clone());
+    let call = tokio::spawn(service(&lab, layer).oneshot(write()));
+    tokio::time::sleep(SECOND).await;
+    let entry = store.entries().remove(0);
+    store.claim(entry.id, entry.revision).await.unwrap();
+    let error = call.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_conflict_key_of_an_outer_layer_is_kept_though_an_inner_one_reports_the_doubt() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let inner = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(by_account(Safety::refuse()))
+        .layer(inner)
+        .service(lab.connection());
+    service.clone().oneshot(to("a")).await.unwrap_err();
+    assert_eq!(lab.events.doubts(), 1);
+    assert!(service.clone().oneshot(to("a")).await.is_err(), "sent though in doubt");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_for_what_is_in_progress_that_outlasts_the_deadline_is_not_begun() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::InFlight { recheck_after: 3600 * SECOND }));
+    let start = tokio::time::Instant::now();
+    let layer = absent(&lab).keyed(keyed);
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(start.elapsed() < SECOND, "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_in_progress_is_given_its_time_before_its_replay_by_key() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(3600 * SECOND).answers(
+        |answer: Result<&Res, &CallError>| {
+            (answer.ok() == Some(&1)).then_some(KeyedAnswer::InFlight { recheck_after: 5 * SECOND })
+        },
+    );
+    let layer = Safety::refuse().keyed(keyed);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "5000 write"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolve_ends_in_its_time_though_the_ledger_hangs() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).shut("settle");
+    let entry = lost(&store, SystemTime::now());
+    let check = |doubt: Doubt| async move { Ok::<_, BoxError>(doubt.unknown("x")) };
+    let resolve = Resolve::new(&store, &entry, write()).within(10 * SECOND).run_over(check, lab.connection());
+    assert!(tokio::time::timeout(100 * SECOND, resolve).await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_is_not_sent_on_a_key_whose_doubt_the_ledger_is_still_recording_or_recorded_after_it_was_asked()
+ {
+    for began_before in [true, false] {
+        let lab = Lab::new();
+        lab.write(later(SECOND, Err(closed()))).write(answer(2));
+        let store = Store::new(&lab.log);
+        let service = service(&lab, by_account(Safety::refuse()).ledger(store.clone()));
+        let first = tokio::spawn(service.clone().oneshot(to("a")));
+        tokio::time::sleep(SECOND / 2).await;
+        let settling = store.gates["settle"].acquire_many(100).await.unwrap();
+        let gate = store.gates["enter"].acquire_many(100).await.unwrap();
+        let mut second = None;
+        if began_before {
+            // The first is under way still; the word of its being entered is late.
+            second = Some(tokio::spawn(service.clone().oneshot(to("a"))));
+        }
+        tokio::time::sleep(SECOND).await;
+        if began_before {
+            drop(settling);
+            assert_eq!(first.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+            // Settled by hand: what the ledger says of it now is not what it was asked.
+            store.forget(store.entries()[0].id, "jane").await.unwrap();
+            drop(gate);
+        } else {
+            drop(gate);
+            let error = service.clone().oneshot(to("a")).await.unwrap_err();
+            assert!(matches!(refusal(&error), Refusal::KeyInDoubt(_)), "{error}");
+            drop(settling);
+            assert_eq!(first.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+        }
+        if let Some(second) = second {
+            assert!(matches!(refusal(&second.await.unwrap().unwrap_err()), Refusal::KeyInDoubt(_)));
+        }
+        assert_eq!(lab.writes(), 1);
+    }
 }

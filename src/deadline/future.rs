@@ -106,7 +106,7 @@ impl<F: Future> ResponseFuture<F> {
     #[inline(never)]
     fn first_pending(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
         let this = self.project();
-        let Some(at) = this.until.instant() else { return Poll::Pending };
+        let Some(at) = this.until.instant().filter(|_| !off!(Timer)) else { return Poll::Pending };
         let timer = this.timer.insert(Box::pin(sleep_until(at)));
         if this.until.poll_timer(timer.as_mut(), cx).is_pending() {
             return Poll::Pending;
@@ -126,6 +126,9 @@ fn poll_until<F: Future>(
     // The timer first, so that the poll after it is the one more, and so that an inner future that always
     // uses up the task's budget cannot starve the timer.
     let fired = until.poll_timer(timer, cx).is_ready();
+    if fired && off!(LastPoll) {
+        return Poll::Ready(None);
+    }
     if let Poll::Ready(output) = future.as_mut().poll(cx) {
         return Poll::Ready(Some(output));
     }

@@ -1,6 +1,7 @@
 //! The caller's side of a connection: [`Client`], and the future of a call.
 
 use std::{
+    borrow::Cow,
     collections::VecDeque,
     fmt,
     future::Future,
@@ -69,11 +70,39 @@ pub(super) struct Shared {
     process: Option<ProcessFacts>,
 }
 
-struct ProcessFacts {
-    exit: watch::Receiver<Option<Exit>>,
+pub(crate) struct ProcessFacts {
+    pub(crate) exit: watch::Receiver<Option<Exit>>,
     ends_effects: bool,
-    stderr: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
-    overlapped: bool,
+    pub(crate) stderr: Arc<dyn Fn() -> Vec<String> + Send + Sync>,
+    pub(crate) overlapped: bool,
+}
+
+impl ProcessFacts {
+    pub(crate) fn of(process: &Process) -> Self {
+        Self {
+            exit: process.exit.clone(),
+            ends_effects: process.ends_effects,
+            stderr: process.stderr.clone(),
+            overlapped: process.overlapped,
+        }
+    }
+
+    /// The closure of a connection to that process, if it is one to a process.
+    pub(crate) fn closure(of: Option<&Self>, reason: Cow<'static, str>, in_flight: usize) -> Closure {
+        let ends_effects = of.is_some_and(|process| process.ends_effects);
+        let exit = of.map(|process| -> BoxFuture<Exit> {
+            let mut exit = process.exit.clone();
+            Box::pin(async move {
+                let known = match exit.wait_for(Option::is_some).await {
+                    Ok(known) => known.clone(),
+                    Err(_) => None,
+                };
+                // Whoever should have seen it is gone: nothing is known of the group.
+                known.unwrap_or_else(|| Exit::new(None, false))
+            })
+        });
+        Closure::of_process(reason, in_flight, ends_effects, exit)
+    }
 }
 
 /// Behind a lock that is held for moments, and never while foreign code runs.
@@ -140,7 +169,7 @@ impl Client {
     /// whether anything was sent.
     pub async fn notify(
         &self,
-        method: impl Into<std::borrow::Cow<'static, str>>,
+        method: impl Into<Cow<'static, str>>,
         params: impl Serialize,
     ) -> Result<(), CallError> {
         let sending = match Request::new(method, params) {
@@ -391,12 +420,7 @@ impl Shared {
             max_in_flight: builder.max_in_flight,
             peer: Mutex::new(None),
             probe: builder.probe.clone().map(OnceLock::from).unwrap_or_default(),
-            process: process.map(|process| ProcessFacts {
-                exit: process.exit.clone(),
-                ends_effects: process.ends_effects,
-                stderr: process.stderr.clone(),
-                overlapped: process.overlapped,
-            }),
+            process: process.map(ProcessFacts::of),
         }
     }
 
@@ -414,20 +438,8 @@ impl Shared {
     }
 
     /// The closure that ends this connection now.
-    pub(super) fn new_closure(&self, reason: std::borrow::Cow<'static, str>, in_flight: usize) -> Closure {
-        let ends_effects = self.process.as_ref().is_some_and(|process| process.ends_effects);
-        let exit = self.process.as_ref().map(|process| -> BoxFuture<Exit> {
-            let mut exit = process.exit.clone();
-            Box::pin(async move {
-                let known = match exit.wait_for(Option::is_some).await {
-                    Ok(known) => known.clone(),
-                    Err(_) => None,
-                };
-                // Whoever should have seen it is gone: nothing is known of the group.
-                known.unwrap_or_else(|| Exit::new(None, false))
-            })
-        });
-        Closure::of_process(reason, in_flight, ends_effects, exit)
+    pub(super) fn new_closure(&self, reason: Cow<'static, str>, in_flight: usize) -> Closure {
+        ProcessFacts::closure(self.process.as_ref(), reason, in_flight)
     }
 
     /// Makes the closure known to all that wait for it.
@@ -563,7 +575,7 @@ fn poll_waiting(
         return Poll::Ready(Waited::Ended(outcome));
     }
     let context = exchange.request.context();
-    let (deadline, until) = (context.until(), context.attempt_until());
+    let (deadline, until) = (context.until(), context.attempt_until().filter(|_| !off!(AttemptTime)));
     if !polled || (!deadline.has_end() && until.is_none()) {
         return Poll::Pending;
     }

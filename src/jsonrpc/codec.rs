@@ -9,7 +9,7 @@ use super::message::own_id;
 
 /// What the framing finds.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Piece {
+pub(crate) enum Piece {
     /// A line that is not empty, without its end.
     Line(BytesMut),
     /// A line above the limit has ended, in which no answer was found.
@@ -20,7 +20,7 @@ pub(super) enum Piece {
 
 /// Splits at newlines, incrementally: no byte is looked at twice.
 #[derive(Debug)]
-pub(super) struct Lines {
+pub(crate) struct Lines {
     max: usize,
     /// How much of the buffer holds no newline.
     scanned: usize,
@@ -29,7 +29,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         Self { max, scanned: 0, skipping: None }
     }
 

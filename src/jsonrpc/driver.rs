@@ -756,13 +756,13 @@ impl Out {
 
 /// Calls that were given up, by id; the oldest are forgotten.
 #[derive(Default)]
-struct Remembered {
+pub(crate) struct Remembered {
     calls: HashMap<u64, Late, BuildHasherDefault<OwnIds>>,
     order: VecDeque<u64>,
 }
 
 impl Remembered {
-    fn insert(&mut self, id: u64, late: Late) {
+    pub(crate) fn insert(&mut self, id: u64, late: Late) {
         self.calls.insert(id, late);
         self.order.push_back(id);
         if self.order.len() > MAX_REMEMBERED
@@ -776,13 +776,13 @@ impl Remembered {
         self.calls.contains_key(&id)
     }
 
-    fn remove(&mut self, id: u64) -> Option<Late> {
+    pub(crate) fn remove(&mut self, id: u64) -> Option<Late> {
         self.calls.remove(&id)
     }
 }
 
 /// What is kept of a call that was given up, for the case that it succeeds all the same.
-pub(super) struct Late {
+pub(crate) struct Late {
     call: Option<CallId>,
     method: Cow<'static, str>,
     activity: Option<Arc<Activity>>,
@@ -791,10 +791,14 @@ pub(super) struct Late {
 
 impl Late {
     pub(super) fn of(exchange: &Exchange) -> Self {
-        let context = exchange.request.context();
+        Self::of_call(&exchange.request)
+    }
+
+    pub(crate) fn of_call(request: &impl Call) -> Self {
+        let context = request.context();
         Self {
             call: context.id(),
-            method: exchange.request.name(),
+            method: request.name(),
             activity: context.activity().cloned(),
             events: context.events.share(),
         }
@@ -802,7 +806,7 @@ impl Late {
 
     /// Reports the success. Whoever listens is foreign code: its panic must not cost other calls their
     /// answers.
-    pub(super) fn emit(self) {
+    pub(crate) fn emit(self) {
         let late = LateAnswer {
             call: self.call,
             method: self.method.into_owned(),

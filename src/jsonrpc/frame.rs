@@ -21,7 +21,7 @@ impl Frame {
 
     /// Withdraws the frame. `true` to the one who did: not one byte was or will be written.
     pub(crate) fn withdraw(&self) -> bool {
-        self.leave_queue(WITHDRAWN)
+        self.leave_queue(WITHDRAWN) || off!(Withdrawal)
     }
 
     /// Takes the frame for writing. `true` to the one who did: it is to be finished.

@@ -42,8 +42,16 @@ mod tests;
 
 pub use builder::Builder;
 pub(crate) use builder::Process;
+#[cfg(feature = "rmcp")]
+pub(crate) use client::ProcessFacts;
 pub(crate) use client::WeakClient;
 pub use client::{Client, ResponseFuture};
+#[cfg(feature = "rmcp")]
+pub(crate) use codec::{Lines, Piece};
+#[cfg(feature = "rmcp")]
+pub(crate) use driver::{Late, Remembered};
+#[cfg(feature = "rmcp")]
+pub(crate) use frame::Frame;
 pub(crate) use handler::AnyHandler;
 pub use handler::{Handler, Notification, ServerRequest};
 pub(crate) use message::own_id;

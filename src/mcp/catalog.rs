@@ -24,13 +24,13 @@ const LIST: Duration = Duration::from_secs(20);
 
 /// The effects of tools, as their annotations say; `None` of a tool without any.
 #[derive(Debug, Default)]
-pub(super) struct Catalog {
+pub(crate) struct Catalog {
     effects: HashMap<Box<str>, Option<Effect>>,
 }
 
 /// Why the list of tools could not be read.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum CatalogError {
+pub(crate) enum CatalogError {
     #[error(transparent)]
     Call(#[from] CallError),
     #[error("{0}")]
@@ -48,7 +48,7 @@ impl CatalogError {
 }
 
 impl Catalog {
-    pub(super) fn get(&self, tool: &str) -> Option<Effect> {
+    pub(crate) fn get(&self, tool: &str) -> Option<Effect> {
         self.effects.get(tool).copied().flatten()
     }
 
@@ -90,8 +90,13 @@ impl Catalog {
 
     /// Adds a page; the cursor of the next one.
     fn add(&mut self, page: &Response) -> Result<Option<String>, CatalogError> {
-        let page: Page<'_> = serde_json::from_str(page.raw().get())
-            .map_err(|_| CatalogError::Odd("the list of tools is malformed"))?;
+        self.add_json(page.raw().get())
+    }
+
+    /// Adds a page as its JSON text; the cursor of the next one.
+    pub(crate) fn add_json(&mut self, page: &str) -> Result<Option<String>, CatalogError> {
+        let page: Page<'_> =
+            serde_json::from_str(page).map_err(|_| CatalogError::Odd("the list of tools is malformed"))?;
         for Tool { name, annotations } in page.tools {
             if name.len() > MAX_NAME {
                 continue;

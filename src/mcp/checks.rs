@@ -376,13 +376,17 @@ impl ReadBack {
         one_of([self, other])
     }
 
-    async fn run(&self, doubt: &InDoubt<Request, Response>, arguments: &Value) -> Result<Found, BoxError> {
-        let request = match self.source.request(arguments) {
-            Ok(request) => request?,
+    async fn run<R: Subject>(
+        &self,
+        doubt: &InDoubt<R, R::Response>,
+        arguments: &Value,
+    ) -> Result<Found, BoxError> {
+        let (method, params) = match self.source.request(arguments) {
+            Ok(request) => request,
             Err(odd) => return Ok(Found::odd(odd)),
         };
-        match doubt.probe(request).await {
-            Ok(response) => Ok(self.examine(arguments, response.parse()?)),
+        match doubt.probe(R::reading(method, params)?).await {
+            Ok(response) => Ok(self.examine(arguments, R::read(response)?)),
             Err(error) => self.examine_error(error),
         }
     }
@@ -562,16 +566,16 @@ impl ReadBack {
         )
     }
 
-    fn verdict(
+    fn verdict<R: Subject>(
         &self,
-        doubt: &InDoubt<Request, Response>,
+        doubt: &InDoubt<R, R::Response>,
         arguments: &Value,
         found: Found,
-    ) -> Verdict<Response> {
+    ) -> Verdict<R::Response> {
         match (found.state, &self.because) {
             (State::Landed, _) => {
                 let made = self.landed_with.as_ref().map(|result| result(arguments, &found.seen));
-                match made.map(Response::new) {
+                match made.map(R::written) {
                     Some(Ok(response)) => doubt.landed(response),
                     // That it landed is known all the same.
                     Some(Err(_)) | None => doubt.landed_without_result(),
@@ -613,6 +617,11 @@ pub struct ReadBacks {
 }
 
 impl ReadBacks {
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn each(&self) -> impl Iterator<Item = &ReadBack> {
+        self.checks.iter().map(|check| &**check)
+    }
+
     /// These checks, and that one for another tool.
     pub fn or(mut self, other: ReadBack) -> Self {
         self.checks.push(Arc::new(other));
@@ -633,15 +642,13 @@ impl EffectCheck<Request, Response> for ReadBacks {
 }
 
 /// Runs the check that is for the tool that the write calls.
-async fn check(
+pub(crate) async fn check<R: Subject>(
     checks: impl IntoIterator<Item = &ReadBack>,
-    doubt: &InDoubt<Request, Response>,
-) -> Result<Verdict<Response>, BoxError> {
-    let request = doubt.request();
-    if request.method() != "tools/call" {
+    doubt: &InDoubt<R, R::Response>,
+) -> Result<Verdict<R::Response>, BoxError> {
+    let Some(mut params) = doubt.request().tool_call()? else {
         return Ok(doubt.unknown("no check for this method"));
-    }
-    let mut params: Value = request.params()?;
+    };
     let arguments = params.get_mut("arguments").map_or_else(|| json!({}), Value::take);
     let of = |check: &&ReadBack| params.get("name").is_some_and(|name| *name == *check.tool);
     let Some(check) = checks.into_iter().find(of) else {
@@ -649,6 +656,46 @@ async fn check(
     };
     let found = check.run(doubt, &arguments).await?;
     Ok(check.verdict(doubt, &arguments, found))
+}
+
+/// What a check must be able to do with a kind of requests: this crate's own, or those of an SDK.
+pub(crate) trait Subject: Sized {
+    type Response;
+
+    /// The parameters of a `tools/call`; `None` of another method.
+    fn tool_call(&self) -> Result<Option<Value>, BoxError>;
+
+    /// A `tools/call` or `resources/read` with these parameters.
+    fn reading(method: &'static str, params: Value) -> Result<Self, BoxError>;
+
+    /// The result that was read.
+    fn read(response: Self::Response) -> Result<Value, BoxError>;
+
+    /// That result as the response to a write.
+    fn written(result: Value) -> Result<Self::Response, BoxError>;
+}
+
+impl Subject for Request {
+    type Response = Response;
+
+    fn tool_call(&self) -> Result<Option<Value>, BoxError> {
+        if self.method() != "tools/call" {
+            return Ok(None);
+        }
+        Ok(Some(self.params()?))
+    }
+
+    fn reading(method: &'static str, params: Value) -> Result<Self, BoxError> {
+        Ok(Request::new(method, params)?)
+    }
+
+    fn read(response: Response) -> Result<Value, BoxError> {
+        Ok(response.parse()?)
+    }
+
+    fn written(result: Value) -> Result<Response, BoxError> {
+        Ok(Response::new(result)?)
+    }
 }
 
 /// Where a write is looked for.
@@ -666,7 +713,7 @@ enum Operand {
 
 impl Source {
     /// The request that reads; an error says why it cannot be made of this write.
-    fn request(&self, written: &Value) -> Result<Result<Request, serde_json::Error>, Cow<'static, str>> {
+    fn request(&self, written: &Value) -> Result<(&'static str, Value), Cow<'static, str>> {
         match self {
             Source::Tool { name, arguments } => {
                 let mut read = Value::Object(Map::new());
@@ -678,10 +725,10 @@ impl Source {
                     put(&mut read, to, value)
                         .ok_or_else(|| format!("no argument can be put at `{to}` of {self}"))?;
                 }
-                Ok(Request::new("tools/call", json!({ "name": name, "arguments": read })))
+                Ok(("tools/call", json!({ "name": name, "arguments": read })))
             }
             Source::Resource(template) => {
-                Ok(Request::new("resources/read", json!({ "uri": expand(template, written)? })))
+                Ok(("resources/read", json!({ "uri": expand(template, written)? })))
             }
         }
     }

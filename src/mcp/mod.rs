@@ -65,6 +65,8 @@ use std::{
 use tokio::process::Command;
 use tower::Service;
 
+#[cfg(feature = "rmcp")]
+pub(crate) use self::{catalog::Catalog, rules::Params};
 pub use self::{
     connection::{Connection, ResponseFuture},
     handshake::HandshakeError,

@@ -11,7 +11,7 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{Basis, Call, Effect, jsonrpc::Request};
+use crate::{Basis, Call, CallContext, Effect, jsonrpc::Request};
 
 /// What the caller says of a server's tools. What decides about a tool, in this order:
 ///
@@ -104,7 +104,7 @@ impl ToolRules {
     }
 
     /// Whether the server's list of tools is of any use.
-    pub(super) fn asks_the_server(&self) -> bool {
+    pub(crate) fn asks_the_server(&self) -> bool {
         !matches!(self.trust, Trust::None)
     }
 
@@ -148,16 +148,25 @@ impl ToolRules {
         request: &Request,
         annotated: impl FnOnce(&str) -> Option<Effect>,
     ) -> Option<(Effect, Basis)> {
-        let context = request.context();
+        self.decide(request.context(), request.method(), || Params::of(request), annotated)
+    }
+
+    /// The same of any request, by what its context and its parameters say.
+    pub(crate) fn decide(
+        &self,
+        context: &CallContext,
+        method: &str,
+        params: impl FnOnce() -> Params,
+        annotated: impl FnOnce(&str) -> Option<Effect>,
+    ) -> Option<(Effect, Basis)> {
         let stamp = context.effect().filter(|_| context.basis() == Basis::Caller);
-        let method = request.method();
         let is_tool = method == "tools/call";
 
         if stamp.is_some_and(|effect| effect == Effect::Write) || is_tool && self.decides_nothing(stamp) {
             return None;
         }
         let params = match method {
-            "tools/call" | "prompts/get" | "resources/read" => Params::of(request),
+            "tools/call" | "prompts/get" | "resources/read" => params(),
             _ => Params::default(),
         };
         if params.carries_on {
@@ -199,9 +208,9 @@ pub(super) const fn strength(effect: Effect) -> u8 {
 
 /// What decides in the parameters of a request. The rest is skipped and not built.
 #[derive(Debug, Default, PartialEq)]
-struct Params {
-    name: Option<String>,
-    carries_on: bool,
+pub(crate) struct Params {
+    pub(crate) name: Option<String>,
+    pub(crate) carries_on: bool,
 }
 
 impl Params {

@@ -5,13 +5,18 @@
 //! driver does not poll the connect for a while after it was woken, everybody who waits is woken, and whoever
 //! comes first drives on.
 
+#[cfg(not(goaround_loom))]
+use std::sync::{Mutex, MutexGuard};
 use std::{
     collections::BTreeMap,
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, PoisonError},
     task::{Wake, Waker},
     time::Duration,
 };
+
+#[cfg(goaround_loom)]
+use loom::sync::{Mutex, MutexGuard};
 
 use tokio::{runtime::Handle, time::sleep};
 
@@ -150,5 +155,112 @@ impl Wake for Bell {
         if let Some(runtime) = watch {
             drop(runtime.spawn(Watch(Arc::clone(self)).run()));
         }
+    }
+}
+
+#[cfg(all(test, goaround_loom))]
+mod loom_tests {
+    use loom::{
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering},
+        },
+        thread,
+    };
+
+    use super::*;
+
+    /// Counts how often a waiter was woken.
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: std::sync::Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    struct Queue {
+        bell: std::sync::Arc<Bell>,
+        woken: [std::sync::Arc<Woken>; 3],
+        driven: [AtomicUsize; 3],
+    }
+
+    impl Queue {
+        fn new() -> Arc<Self> {
+            Arc::new(Self { bell: Default::default(), woken: Default::default(), driven: Default::default() })
+        }
+
+        /// What a waiter does each time that it is polled.
+        fn poll(&self, key: usize) {
+            drop(self.bell.enter(key as u64, &Waker::from(self.woken[key].clone())));
+            if self.bell.may_drive(key as u64) {
+                self.bell.drives(key as u64);
+                self.driven[key].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+
+        fn driven(&self, key: usize) -> usize {
+            self.driven[key].load(Ordering::Relaxed)
+        }
+
+        fn woken(&self, key: usize) -> usize {
+            self.woken[key].0.load(Ordering::Relaxed)
+        }
+    }
+
+    #[test]
+    fn loom_a_driver_that_goes_hands_the_baton_to_whoever_waits() {
+        loom::model(|| {
+            let queue = Queue::new();
+            queue.poll(0);
+            let goes = thread::spawn({
+                let queue = queue.clone();
+                move || queue.bell.leave(0)
+            });
+            queue.poll(1);
+            goes.join().unwrap();
+            // Either it drives already, or it was told that it is to.
+            assert!(queue.driven(1) > 0 || queue.woken(1) > 0);
+        });
+    }
+
+    #[test]
+    fn loom_a_connect_that_is_due_while_its_driver_goes_is_driven() {
+        loom::model(|| {
+            let queue = Queue::new();
+            queue.poll(0);
+            queue.poll(1);
+            let goes = thread::spawn({
+                let queue = queue.clone();
+                move || queue.bell.leave(0)
+            });
+            let due = thread::spawn({
+                let queue = queue.clone();
+                move || queue.bell.wake_by_ref()
+            });
+            goes.join().unwrap();
+            due.join().unwrap();
+            assert!(queue.woken(1) > 0);
+            queue.poll(1);
+            assert_eq!(queue.driven(1), 1);
+        });
+    }
+
+    #[test]
+    fn loom_the_end_of_a_connect_wakes_all_that_wait_and_none_that_has_gone() {
+        loom::model(|| {
+            let queue = Queue::new();
+            queue.poll(0);
+            queue.poll(1);
+            let goes = thread::spawn({
+                let queue = queue.clone();
+                move || queue.bell.leave(1)
+            });
+            queue.bell.clear().into_values().for_each(Waker::wake);
+            goes.join().unwrap();
+            assert_eq!(queue.woken(0), 1);
+            assert_eq!(queue.bell.len(), 0);
+        });
     }
 }

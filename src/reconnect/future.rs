@@ -364,7 +364,7 @@ impl Facts {
         let context = request.context();
         Self {
             deadline: context.deadline(),
-            attempt_until: context.attempt_until(),
+            attempt_until: context.attempt_until().filter(|_| !off!(AttemptTime)),
             id: context.id(),
             events: context.events.share(),
             activity: context.activity().cloned(),

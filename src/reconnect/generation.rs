@@ -1,13 +1,15 @@
 //! One connection of a [`Reconnect`](super::Reconnect) service: its number, what it followed, and what it
 //! has shown to work.
 
+#[cfg(not(goaround_loom))]
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::{
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU8, Ordering},
-    },
+    sync::{Arc, OnceLock},
     time::Duration,
 };
+
+#[cfg(goaround_loom)]
+use loom::sync::atomic::{AtomicU8, Ordering};
 
 use tokio::time::Instant;
 
@@ -116,4 +118,36 @@ fn shown_by(effect: Effect) -> u8 {
 
 fn since(start: Instant, end: Instant) -> Duration {
     end.saturating_duration_since(start)
+}
+
+#[cfg(all(test, goaround_loom))]
+mod loom_tests {
+    use loom::{
+        sync::atomic::{AtomicUsize, Ordering},
+        thread,
+    };
+
+    use super::*;
+
+    #[test]
+    fn loom_a_recovery_is_reported_once_however_many_reads_prove_it() {
+        loom::model(|| {
+            let reported = Arc::new(AtomicUsize::new(0));
+            let counted = Arc::clone(&reported);
+            let events = Events::to(move |_| {
+                counted.fetch_add(1, Ordering::Relaxed);
+            });
+            let now = Instant::now();
+            let generation = Arc::new(Generation::new(2, now, Some(now), None, events));
+            let read = thread::spawn({
+                let generation = Arc::clone(&generation);
+                move || generation.note_answer(Effect::ReadOnly, "get")
+            });
+            generation.note_answer(Effect::Write, "put");
+            generation.note_probe("ping");
+            read.join().unwrap();
+            assert_eq!(reported.load(Ordering::Relaxed), 1);
+            assert!(generation.has_answered() && generation.has_shown(Effect::ReadOnly));
+        });
+    }
 }

@@ -227,6 +227,12 @@ impl ReconnectHandle {
         cut_off
     }
 
+    /// The connection in use, if it is one of this crate's.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn connection(&self) -> Option<Arc<dyn crate::connection::Connection>> {
+        self.members().iter().find_map(|managed| managed.connection())
+    }
+
     fn members(&self) -> Vec<Arc<dyn Managed>> {
         self.lock().iter().filter_map(Weak::upgrade).collect()
     }

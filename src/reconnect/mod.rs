@@ -188,11 +188,12 @@ where
 
 /// Whether nothing of the call may be handed over any more. Reads no clock for a call without a limit.
 fn is_over(context: &CallContext) -> bool {
-    let now = match (context.until().has_end(), context.attempt_until()) {
+    let attempt_until = context.attempt_until().filter(|_| !off!(AttemptTime));
+    let now = match (context.until().has_end(), attempt_until) {
         (false, None) => return false,
         _ => Instant::now(),
     };
-    context.until().is_past(now) || context.attempt_until().is_some_and(|until| now >= until)
+    context.until().is_past(now) || attempt_until.is_some_and(|until| now >= until)
 }
 
 impl<M: Service<()>> Clone for Reconnect<M> {

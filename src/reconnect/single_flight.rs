@@ -392,13 +392,14 @@ where
     /// The connection with that number is gone, says an error. A stale number changes nothing.
     /// `effect` is that of the call which has the error, if it was a call.
     pub(super) fn lost(&self, generation: &Generation, error: &CallError, effect: Option<Effect>) {
-        if !self.is_current(generation) {
+        if !self.is_current(generation) && !off!(Generation) {
             return;
         }
         let mut guard = self.lock();
         let state = &mut *guard;
         // Again, under the lock: whoever finds that there is no connection must find why, too.
-        if !self.is_current(generation) {
+        let ignored = off!(Generation) && matches!(state.phase, Phase::Connected { .. });
+        if !(self.is_current(generation) || ignored) {
             return;
         }
         self.current.store(0, Ordering::Release);
@@ -756,6 +757,8 @@ pub(super) trait Managed: Send + Sync {
     fn in_flight(&self) -> usize;
     fn ended(&self) -> &Notify;
     fn take_connection(&self) -> Option<Arc<dyn Connection>>;
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>>;
     fn reaper(&self) -> Option<Reaper>;
     fn report_last(&self);
 }
@@ -784,6 +787,14 @@ where
 
     fn take_connection(&self) -> Option<Arc<dyn Connection>> {
         self.take_connection()
+    }
+
+    #[cfg(feature = "rmcp")]
+    fn connection(&self) -> Option<Arc<dyn Connection>> {
+        match &self.lock().phase {
+            Phase::Connected { generation, .. } => generation.known.clone(),
+            Phase::Idle | Phase::Connecting { .. } => None,
+        }
     }
 
     fn reaper(&self) -> Option<Reaper> {

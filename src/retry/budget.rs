@@ -5,10 +5,12 @@
 //! does not limit anything, and when most of them fail it stops retries after a handful, until successes have
 //! paid it back. It is on by default. Any other [`Budget`] can take its place.
 
-use std::{
-    fmt,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-};
+use std::fmt;
+#[cfg(not(goaround_loom))]
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+#[cfg(goaround_loom)]
+use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 pub use tower::retry::budget::Budget;
 
@@ -38,9 +40,17 @@ const TOKEN: u64 = 1_000;
 
 impl Throttle {
     /// A budget of `max_tokens`, full, to which a success returns that many thousandths of a token.
+    #[cfg(not(goaround_loom))]
     pub const fn new(max_tokens: u32, thousandths_per_success: u32) -> Self {
         let max = max_tokens as u64 * TOKEN;
         Self { max, returned: thousandths_per_success as u64, tokens: AtomicU64::new(max) }
+    }
+
+    /// The same, for a build in which no atomic can be made before the program runs.
+    #[cfg(goaround_loom)]
+    pub fn new(max_tokens: u32, thousandths_per_success: u32) -> Self {
+        let max = u64::from(max_tokens) * TOKEN;
+        Self { max, returned: u64::from(thousandths_per_success), tokens: AtomicU64::new(max) }
     }
 }
 
@@ -182,5 +192,41 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).sum::<usize>()
         });
         assert_eq!((allowed, level(&throttle)), (499, 0));
+    }
+}
+
+#[cfg(all(test, goaround_loom))]
+mod loom_tests {
+    use loom::{sync::Arc, thread};
+
+    use super::*;
+
+    #[test]
+    fn loom_the_last_retry_is_allowed_to_one_of_two() {
+        loom::model(|| {
+            let throttle = Arc::new(Throttle::new(3, 0));
+            let other = thread::spawn({
+                let throttle = Arc::clone(&throttle);
+                move || throttle.withdraw()
+            });
+            let own = throttle.withdraw();
+            assert!(own ^ other.join().unwrap());
+            assert_eq!(throttle.tokens.load(Relaxed), TOKEN);
+        });
+    }
+
+    #[test]
+    fn loom_no_token_is_lost_between_a_failure_and_a_success() {
+        loom::model(|| {
+            let throttle = Arc::new(Throttle::new(10, 100));
+            throttle.withdraw();
+            let other = thread::spawn({
+                let throttle = Arc::clone(&throttle);
+                move || throttle.deposit()
+            });
+            throttle.withdraw();
+            other.join().unwrap();
+            assert_eq!(throttle.tokens.load(Relaxed), 8 * TOKEN + 100);
+        });
     }
 }

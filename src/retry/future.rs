@@ -372,7 +372,8 @@ impl<S, Req: Call> Read<S, Req> {
 
         let closed = error.closure().filter(|_| error.scope() == Scope::Connection);
         let freed = match (closed, error.delivery()) {
-            (Some(closure), Delivery::Ambiguous) => {
+            // A session that is gone takes its calls down as a connection does.
+            (Some(closure), Delivery::Ambiguous | Delivery::NotProcessed) => {
                 progress.closures += 1;
                 if progress.closures > 1 {
                     return Err(Some(match closure.in_flight() {
@@ -393,7 +394,8 @@ impl<S, Req: Call> Read<S, Req> {
         let budget = options.budget.as_ref();
         let (granted, wait) = match freed {
             Some(closure) => {
-                let granted = budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
+                let granted =
+                    off!(Budget) || budget.is_none_or(|budget| closure.charge_once(|| budget.withdraw()));
                 (granted, Duration::ZERO)
             }
             None if progress.made >= options.attempts => return Err(None),
@@ -402,7 +404,13 @@ impl<S, Req: Call> Read<S, Req> {
                 let Some(wait) = waits.next() else {
                     return Err(Some("no further attempt: the backoff schedule has ended".into()));
                 };
-                (budget.is_none_or(|budget| budget.withdraw()), wait)
+                // What was in flight at one event costs as much as one call.
+                let loss = error.loss().filter(|_| progress.made == 1);
+                let granted = budget.is_none_or(|budget| match loss {
+                    Some(loss) => loss.charge_once(|| budget.withdraw()),
+                    None => budget.withdraw(),
+                });
+                (granted || off!(Budget), wait)
             }
         };
         if !granted {
@@ -548,7 +556,7 @@ mod tests {
     use tower::{Layer, ServiceExt, service_fn};
 
     use super::*;
-    use crate::{Closure, Outcome, RetryReadOnly, Tagged, retry::budget::Budget};
+    use crate::{Closure, Evidence, Outcome, RetryReadOnly, Tagged, retry::budget::Budget};
 
     type Script = fn(u32, &Closure) -> Result<u32, CallError>;
 
@@ -585,8 +593,9 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
+    /// What a thousand reads cost the budget that are in flight when that happens, and are then answered; and how
+    /// many calls it takes.
+    async fn a_thousand_lost(how: fn(&Closure) -> CallError) -> (u32, u32) {
         let calls = Arc::new(AtomicU32::new(0));
         let closure = Closure::of_process("exited", 1_000, false, None);
         let (counter, all) = (Arc::clone(&calls), Arc::new(tokio::sync::Barrier::new(1_000)));
@@ -597,7 +606,7 @@ mod tests {
                     return Ok(nth);
                 }
                 all.wait().await;
-                Err(closed(&closure, Delivery::Ambiguous))
+                Err(how(&closure))
             }
         });
         let budget = Arc::new(Charges::default());
@@ -606,7 +615,27 @@ mod tests {
         for read in reads {
             assert!(read.await.unwrap().unwrap() >= 1_000);
         }
-        assert_eq!((budget.0.load(Relaxed), calls.load(Relaxed)), (1, 2_000));
+        (budget.0.load(Relaxed), calls.load(Relaxed))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
+        let cost = a_thousand_lost(|closure| closed(closure, Delivery::Ambiguous)).await;
+        assert_eq!(cost, (1, 2_000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_of_a_session_that_is_gone_cost_the_budget_once() {
+        let forgotten =
+            |closure: &Closure| CallError::of_evidence(Evidence::SessionUnknown).at_closure(closure);
+        assert_eq!(a_thousand_lost(forgotten).await, (1, 2_000));
+    }
+
+    #[cfg(feature = "rmcp")]
+    #[tokio::test(start_paused = true)]
+    async fn a_thousand_reads_that_are_lost_together_on_a_living_connection_cost_the_budget_once() {
+        let lost = |closure: &Closure| CallError::ambiguous("reset").lost_with(closure.clone());
+        assert_eq!(a_thousand_lost(lost).await, (1, 2_000));
     }
 
     #[tokio::test(start_paused = true)]

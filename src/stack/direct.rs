@@ -211,7 +211,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        Closure, DeadlineLayer, ReconnectLayer, RetryReadOnly, RetryReadOnlyLayer, Stack, Tagged,
+        Activity, Closure, DeadlineLayer, ReconnectLayer, RetryReadOnly, RetryReadOnlyLayer, Stack, Tagged,
         WriteSafetyLayer, connection::BoxFuture, event::Event,
     };
 
@@ -405,5 +405,21 @@ mod tests {
         assert_eq!(error.attempts().len(), 1);
         assert!(log.lock().unwrap().is_empty());
         assert_eq!(stack.in_flight(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_read_of_which_somebody_wants_to_know_the_connection_tells_it() {
+        let script = Script::default();
+        let mut stack = Stack::builder(connector(&script)).build().unwrap();
+        for n in 0..3 {
+            let activity = Arc::new(Activity::default());
+            let mut read = Tagged::new(n, Effect::ReadOnly);
+            read.context_mut().set_activity(Some(Arc::clone(&activity)));
+            stack.ready().await.unwrap().call(read).await.unwrap();
+            assert_eq!(activity.generation_number(), Some(1));
+        }
+        // And it goes the short way where nobody does.
+        stack.ready().await.unwrap().call(Tagged::new(3, Effect::ReadOnly)).await.unwrap();
+        assert!(stack.lock().lane.is_some());
     }
 }

@@ -44,7 +44,7 @@ use crate::{
     jsonrpc::{self, Builder, Handler, Process, Request},
     write_safety::ledger::Registrar,
 };
-use process::{End, Grace};
+use process::{End, Grace, Pipes};
 
 /// Whether the process group of that number is gone, which no child of ours need be.
 #[cfg(target_os = "linux")]
@@ -279,10 +279,19 @@ impl Child {
 
     /// Starts a child and connects to it, without a handshake. `with` is the last word on the connection.
     pub(crate) fn open(&self, with: impl FnOnce(Builder) -> Builder) -> BoxFuture<Result<Opened, BoxError>> {
+        let builder = with(self.builder());
+        let starting = self.start();
+        Box::pin(async move {
+            let (pipes, process) = starting.await?;
+            Ok(Opened::new(builder.process(process).connect(pipes)))
+        })
+    }
+
+    /// Starts a child, once the last one is gone.
+    pub(crate) fn start(&self) -> BoxFuture<Result<(Pipes, Process), BoxError>> {
         let command = self.command.clone();
         let last = self.last.clone();
         let (grace, stderr_lines, ends_effects) = (self.grace, self.stderr_lines, self.exit_ends_effects);
-        let builder = with(self.builder());
         let registrar = self.registrar.clone();
         Box::pin(async move {
             let mut last = last.lock().await;
@@ -303,11 +312,11 @@ impl Child {
                 overlapped,
             };
             *last = Some(started.end);
-            let opened = Opened::new(builder.process(process).connect(started.pipes));
+            // Before anything can be sent to it. If that fails it is ended, as its pipes are dropped.
             if let (Some(registrar), Some(pid)) = (registrar, started.pid) {
-                registrar.started(pid, ends_effects).await?;
+                registrar.started(pid, started.born, ends_effects).await?;
             }
-            Ok(opened)
+            Ok((started.pipes, process))
         })
     }
 }

@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use super::{group::Group, tail::Tail};
-use crate::{Exit, connection::BoxFuture};
+use crate::{Exit, connection::BoxFuture, write_safety::ledger::ServerProcess};
 
 /// How long a killed group may take to vanish.
 const VANISH: Duration = Duration::from_secs(1);
@@ -46,6 +46,8 @@ impl Grace {
 /// A child that was started, and the task that sees to its end.
 pub(super) struct Running {
     pub(super) pid: Option<u32>,
+    /// When it started, as the system counts. Read before anybody can reap it.
+    pub(super) born: Option<u64>,
     pub(super) pipes: Pipes,
     /// Resolves when the child itself has exited.
     pub(super) exited: BoxFuture<()>,
@@ -57,6 +59,7 @@ pub(super) struct Running {
 pub(super) fn spawn(command: &mut Command, grace: Grace, stderr_lines: usize) -> io::Result<Running> {
     let mut child = command.spawn()?;
     let pid = child.id();
+    let born = pid.and_then(ServerProcess::born);
     let group = Group::of(pid);
     // From here on the group dies with whatever is dropped.
     let guard = Guard { group, armed: true };
@@ -81,6 +84,7 @@ pub(super) fn spawn(command: &mut Command, grace: Grace, stderr_lines: usize) ->
 
     Ok(Running {
         pid,
+        born,
         pipes: Pipes { stdin: Some(stdin), stdout, _closed: tell_closed },
         exited: Box::pin(async {
             let _ = exited.await;
@@ -209,7 +213,7 @@ impl Drop for Guard {
 enum Never {}
 
 /// The child's standard input and output as one transport. Dropping it tells the supervisor.
-pub(super) struct Pipes {
+pub(crate) struct Pipes {
     stdin: Option<ChildStdin>,
     stdout: ChildStdout,
     _closed: oneshot::Sender<Never>,

@@ -1,6 +1,7 @@
 //! One write's entry in the ledger, from before its first byte to its end.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
@@ -8,13 +9,13 @@ use std::{
 
 use super::{
     FirstSent, Shared, WallClock,
-    conflicts::Hold,
+    conflicts::{Hold, Unrecorded},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
 use crate::{CallError, Effect, connection::BoxFuture, deadline::Until};
 
 /// How long the caller's answer waits until its ledger has recorded it, at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A write's entry. In memory there is one only if the write ends in doubt; a ledger that has to be waited for
 /// is told of each step.
@@ -23,13 +24,25 @@ pub(super) struct Account {
     arguments: Option<String>,
     first_sent: FirstSent,
     stack: u64,
+    servers_entered: bool,
     /// The ledger, where it has to be waited for.
     other: Option<Arc<dyn DynLedger>>,
     /// As of the last step that has ended; `None` while nobody knows it.
     revision: Option<u64>,
+    /// The last one that was known.
+    last: u64,
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
+    /// Whether its replay was claimed, also if it was not needed in the end.
+    claim: Claim,
     /// Whether somebody else has settled it.
     lost: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Claim {
+    None,
+    UnderWay,
+    Granted,
 }
 
 impl Account {
@@ -39,9 +52,12 @@ impl Account {
             arguments,
             first_sent: FirstSent::now(clock),
             stack: shared.stack,
+            servers_entered: shared.servers_entered,
             other: shared.ledger.other(),
             revision: None,
+            last: 0,
             step: None,
+            claim: Claim::None,
             lost: false,
         }
     }
@@ -55,29 +71,62 @@ impl Account {
         let mut entry = Entry::new(self.id, method.to_owned(), effect, self.stack, self.first_sent.wall);
         entry.key = hold.map(|hold| hold.key().to_string());
         entry.arguments = self.arguments.take();
+        entry.servers_entered = self.servers_entered;
         entry
     }
 
     /// Begins to enter it.
     pub(super) fn enter(&mut self, method: &str, effect: Effect, hold: Option<&Hold>) {
         let entry = self.entry(method, effect, hold);
-        self.step = self.other.clone().map(|ledger| ledger.enter(entry));
+        let Some(ledger) = self.other.clone() else { return };
+        let unrecorded = hold.map(Hold::unrecorded).unwrap_or_default();
+        if unrecorded.is_empty() {
+            self.step = Some(ledger.enter(entry));
+            return;
+        }
+        let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
+        self.step = Some(Box::pin(async move {
+            for Unrecorded { id, method, revision, claiming, state } in unrecorded {
+                let mut settled = Arc::clone(&ledger).settle(id, revision, state.clone()).await;
+                if claiming && matches!(settled, Err(LedgerError::Conflict(_))) {
+                    // As it is if the claim was taken.
+                    settled = Arc::clone(&ledger).settle(id, revision.saturating_add(1), state).await;
+                }
+                match settled {
+                    Ok(_) | Err(LedgerError::Conflict(_)) => {
+                        if let Some((conflicts, key)) = &known {
+                            conflicts.recorded(key, id);
+                        }
+                    }
+                    Err(_) => return Err(LedgerError::KeyInDoubt { id, method }),
+                }
+            }
+            ledger.enter(entry).await
+        }));
     }
 
-    /// Begins to claim its replay.
+    /// Begins to claim its replay, if it is not claimed already.
     pub(super) fn claim(&mut self) {
-        if let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step) {
+        if self.claim == Claim::None
+            && !off!(Claim)
+            && let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step)
+        {
+            self.claim = Claim::UnderWay;
             self.step = Some(Arc::clone(ledger).claim(self.id, revision));
         }
     }
 
     /// Waits until the step that was begun is recorded.
     pub(super) fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LedgerError>> {
-        let Some(step) = &mut self.step else { return Poll::Ready(Ok(())) };
+        let Some(step) = self.step.as_mut().filter(|_| !off!(Enter)) else { return Poll::Ready(Ok(())) };
         let result = ready!(step.as_mut().poll(cx));
         self.step = None;
         self.revision = result.as_ref().ok().copied();
+        self.last = self.revision.unwrap_or(self.last);
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
+        if self.claim == Claim::UnderWay && result.is_ok() {
+            self.claim = Claim::Granted;
+        }
         Poll::Ready(result.map(drop))
     }
 
@@ -99,20 +148,27 @@ impl Account {
         if self.lost {
             return None;
         }
+        if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+            hold.end_in_doubt(method);
+        }
         match (self.other.clone(), self.revision, &self.step) {
             (None, ..) => {
                 if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
                     let mut entry = self.entry(method, effect, hold);
                     entry.state = state.clone();
-                    entry.changed = self.first_sent.clock.now();
+                    entry.changed = self.first_sent.clock.now_or(self.first_sent.wall);
                     memory.keep(entry);
                 }
                 None
             }
             (Some(ledger), Some(revision), None) => Some(ledger.settle(self.id, revision, state.clone())),
-            // A step is under way, and may have been taken.
+            // A step is under way, and may have been taken; or nothing can be waited for.
             (Some(ledger), ..) => {
-                ledger.abandon(self.id, state.clone());
+                // Not every ledger takes hints.
+                if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+                    hold.leave(method.to_owned(), self.last, self.claim == Claim::UnderWay, state.clone());
+                }
+                hint(&*ledger, self.id, state.clone());
                 None
             }
         }
@@ -129,19 +185,29 @@ impl Account {
         step: BoxFuture<Result<u64, LedgerError>>,
         state: State,
         result: Result<Res, CallError>,
+        method: String,
         hold: Option<Hold>,
         until: Until,
     ) -> Closing<Res> {
         let step = Box::pin(async move {
-            if !matches!(
-                tokio::time::timeout(PATIENCE, step).await,
-                Ok(Ok(_) | Err(LedgerError::Conflict(_)))
-            ) {
+            let recorded = tokio::time::timeout(PATIENCE, step).await;
+            let recorded = matches!(recorded, Ok(Ok(_) | Err(LedgerError::Conflict(_))));
+            if !recorded {
                 tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
             }
+            recorded
         });
-        let ledger = self.other.clone();
-        Closing { result: Some(result), step, ledger, id: self.id, state: Some(state), until, _hold: hold }
+        Closing {
+            result: Some(result),
+            step,
+            ledger: self.other.clone(),
+            id: self.id,
+            revision: self.revision.unwrap_or_default(),
+            method,
+            state: Some(state),
+            until,
+            hold,
+        }
     }
 }
 
@@ -149,31 +215,43 @@ impl Account {
 /// case.
 pub(super) struct Closing<Res> {
     result: Option<Result<Res, CallError>>,
-    step: BoxFuture<()>,
+    /// Says whether it is recorded.
+    step: BoxFuture<bool>,
     ledger: Option<Arc<dyn DynLedger>>,
     id: EntryId,
+    revision: u64,
+    method: String,
     /// Until it is recorded.
     state: Option<State>,
     until: Until,
     /// Its key is free only then.
-    _hold: Option<Hold>,
+    hold: Option<Hold>,
 }
 
 impl<Res> Closing<Res> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
-        if self.step.as_mut().poll(cx).is_ready() {
-            self.state = None;
-        } else if !self.until.is_over() {
-            return Poll::Pending;
+        match self.step.as_mut().poll(cx) {
+            Poll::Ready(true) => self.state = None,
+            Poll::Pending if !self.until.is_over() => return Poll::Pending,
+            _ => {}
         }
         self.result.take().map_or(Poll::Pending, Poll::Ready)
     }
 }
 
+/// Gives a ledger a hint, mostly from a destructor, where a panic would abort.
+fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
+    let _ = catch_unwind(AssertUnwindSafe(|| ledger.abandon(id, state)));
+}
+
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
-        if let (Some(ledger), Some(state)) = (&self.ledger, self.state.take()) {
-            ledger.abandon(self.id, state);
+        let Some(state) = self.state.take() else { return };
+        if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
+            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
+        }
+        if let Some(ledger) = &self.ledger {
+            hint(&**ledger, self.id, state);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use super::ledger::EntryId;
+use super::ledger::{EntryId, State};
 
 /// The order of a service's writes, over all of its clones.
 ///
@@ -29,8 +29,25 @@ struct Key {
     /// How many hand-overs there were.
     writes: u64,
     calls: usize,
-    /// The call that is in doubt, and its method.
-    doubt: Option<(EntryId, String)>,
+    /// The calls that are in doubt, and their methods.
+    doubts: Vec<(EntryId, String)>,
+    /// How many calls ended in doubt since there were calls, and the last of them.
+    left: u64,
+    last_left: Option<(EntryId, String)>,
+    /// Doubts that the ledger has not recorded.
+    unrecorded: Vec<Unrecorded>,
+}
+
+/// A doubt that stayed when its call was over, and that the ledger could not record. Without it the ledger would
+/// let later writes with that key in.
+#[derive(Clone, Debug)]
+pub(super) struct Unrecorded {
+    pub(super) id: EntryId,
+    pub(super) method: String,
+    pub(super) revision: u64,
+    /// Whether its replay may have been claimed since.
+    pub(super) claiming: bool,
+    pub(super) state: State,
 }
 
 impl Conflicts {
@@ -38,12 +55,20 @@ impl Conflicts {
     pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
         let mut keys = self.lock();
         let state = keys.entry(Arc::clone(&key)).or_default();
-        if let Some(doubt) = &state.doubt {
+        if let Some(doubt) = state.doubts.first() {
             return Err(doubt.clone());
         }
         state.calls += 1;
+        let left = state.left;
         drop(keys);
-        Ok(Hold { of: Arc::clone(self), id, key, writes: 0, keyless: 0 })
+        Ok(Hold { of: Arc::clone(self), id, key, left, writes: 0, keyless: 0 })
+    }
+
+    /// The ledger has recorded that doubt, or somebody else has settled it.
+    pub(super) fn recorded(&self, key: &str, id: EntryId) {
+        if let Some(state) = self.lock().get_mut(key) {
+            state.unrecorded.retain(|doubt| doubt.id != id);
+        }
     }
 
     /// Counts a write without a key that is handed over; its number among all.
@@ -79,6 +104,8 @@ pub(super) struct Hold {
     of: Arc<Conflicts>,
     id: EntryId,
     key: Arc<str>,
+    /// How many calls had ended in doubt when it began.
+    left: u64,
     /// As of its last hand-over.
     writes: u64,
     keyless: u64,
@@ -87,6 +114,22 @@ pub(super) struct Hold {
 impl Hold {
     pub(super) fn key(&self) -> &Arc<str> {
         &self.key
+    }
+
+    pub(super) fn conflicts(&self) -> &Arc<Conflicts> {
+        &self.of
+    }
+
+    /// Its doubt stays, and the ledger could not record it, or nobody knows whether it did.
+    pub(super) fn leave(&self, method: String, revision: u64, claiming: bool, doubt: State) {
+        let mut keys = self.of.lock();
+        let state = keys.entry(Arc::clone(&self.key)).or_default();
+        state.unrecorded.push(Unrecorded { id: self.id, method, revision, claiming, state: doubt });
+    }
+
+    /// The doubts with its key that the ledger has yet to record before it is asked about this one.
+    pub(super) fn unrecorded(&self) -> Vec<Unrecorded> {
+        self.of.lock().get(&self.key).map(|state| state.unrecorded.clone()).unwrap_or_default()
     }
 
     /// It is handed over.
@@ -118,17 +161,37 @@ impl Hold {
         true
     }
 
+    /// Another call with its key that is in doubt, or has ended so since this one began: its ledger may have been
+    /// asked before that.
+    pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
+        let keys = self.of.lock();
+        let state = keys.get(&self.key)?;
+        let doubt = state.doubts.iter().find(|(held, _)| *held != self.id);
+        doubt.or(state.last_left.as_ref().filter(|_| state.left != self.left)).cloned()
+    }
+
+    /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
+    pub(super) fn end_in_doubt(&self, method: &str) {
+        self.doubt(method);
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.left += 1;
+            state.last_left = Some((self.id, method.to_owned()));
+        }
+    }
+
     /// It is in doubt: until that ends, later writes with its key are refused.
     pub(super) fn doubt(&self, method: &str) {
-        if let Some(state) = self.of.lock().get_mut(&self.key) {
-            state.doubt.get_or_insert_with(|| (self.id, method.to_owned()));
+        if let Some(state) = self.of.lock().get_mut(&self.key)
+            && !state.doubts.iter().any(|(held, _)| *held == self.id)
+        {
+            state.doubts.push((self.id, method.to_owned()));
         }
     }
 
     /// What was in doubt has turned out not to be.
     pub(super) fn no_doubt(&self) {
         if let Some(state) = self.of.lock().get_mut(&self.key) {
-            state.doubt.take_if(|(held, _)| *held == self.id);
+            state.doubts.retain(|(held, _)| *held != self.id);
         }
     }
 }
@@ -140,7 +203,7 @@ impl Drop for Hold {
         let mut keys = self.of.lock();
         if let Some(state) = keys.get_mut(&self.key) {
             state.calls -= 1;
-            if state.calls == 0 {
+            if state.calls == 0 && state.unrecorded.is_empty() {
                 keys.remove(&self.key);
             }
         }
@@ -188,6 +251,10 @@ mod tests {
         first.doubt("pay");
         second.doubt("refund");
         assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(1), "pay".to_owned()));
+        // Whichever ends first.
+        first.no_doubt();
+        assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(2), "refund".to_owned()));
+        first.doubt("pay");
         second.no_doubt();
         assert!(conflicts.enter("a".into(), id(3)).is_err());
         drop(first);

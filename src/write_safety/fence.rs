@@ -29,7 +29,7 @@ pub struct Fence {
 #[serde(rename_all = "snake_case")]
 pub enum FenceBasis {
     /// This crate observed it: the server's process group is gone, and the caller declared that its effects
-    /// end with it.
+    /// end with it; or the process that was to send the write is gone, and had started no server.
     Observed,
     /// The caller declared it. It is as true as what was declared.
     Declared,
@@ -39,6 +39,7 @@ pub enum FenceBasis {
 #[serde(tag = "fence", rename_all = "snake_case")]
 enum Kind {
     ProcessGone,
+    NeverSent,
     Quarantine { waited: Duration },
     Deduplicated { window: Duration },
     Conditional,
@@ -50,6 +51,11 @@ impl Fence {
     /// The process group that ran the attempt is gone.
     pub(crate) fn process_gone(call: CallId) -> Self {
         Self { kind: Kind::ProcessGone, basis: FenceBasis::Observed, call: Some(call) }
+    }
+
+    /// The process that was to send it is gone, and had started no server.
+    pub(super) fn never_sent(call: CallId) -> Self {
+        Self { kind: Kind::NeverSent, basis: FenceBasis::Observed, call: Some(call) }
     }
 
     /// The declared maximum time in flight has passed since the attempt's last byte.
@@ -94,9 +100,15 @@ impl Fence {
         }
     }
 
+    /// Whether the attempt itself can no longer land, rather than that a second copy of it does no harm. Without
+    /// that copy such a fence says nothing of the attempt.
+    pub(super) const fn stops_the_attempt(&self) -> bool {
+        !matches!(self.kind, Kind::Deduplicated { .. } | Kind::Conditional)
+    }
+
     /// Whether the caller's check named it, so that it need not have held before the check began.
     pub(super) const fn is_of_the_check(&self) -> bool {
-        !matches!(self.kind, Kind::ProcessGone | Kind::Quarantine { .. })
+        !matches!(self.kind, Kind::ProcessGone | Kind::NeverSent | Kind::Quarantine { .. })
     }
 
     /// Whether it was made for that call.
@@ -109,6 +121,7 @@ impl fmt::Display for Fence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
             Kind::ProcessGone => f.write_str("observed: the server's process group is gone"),
+            Kind::NeverSent => f.write_str("observed: nothing was sent, no server had been started"),
             Kind::Quarantine { waited } => write!(f, "declared: quarantine of {waited:?}"),
             Kind::Deduplicated { window } => write!(f, "declared: the server keeps the key for {window:?}"),
             Kind::Conditional => f.write_str("declared: a compare-and-set, which applies no second copy"),

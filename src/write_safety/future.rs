@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll, ready},
+    task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
@@ -30,7 +30,7 @@ use super::{
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Delivery, Effect, Outcome, Rule, Settled,
+    Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
     deadline::Until,
@@ -109,6 +109,8 @@ struct WriteCall<S, Req, Res> {
     doubt: Option<Box<Doubt<Res>>>,
     way: Option<Box<Way<S, Req>>>,
     replay: Option<Replay>,
+    /// Of a replay without a check: how many attempts came before it, and how the last of them ended.
+    unchecked: Option<(usize, Option<Closure>)>,
     /// How long was waited before it.
     waited: Duration,
     /// The attempt under way, that a replay is to follow.
@@ -118,6 +120,8 @@ struct WriteCall<S, Req, Res> {
     trail: Option<Arc<Trail>>,
     /// Whether a service is being called, so that a panic leaves a doubt.
     handing_over: bool,
+    /// Whether the end of an attempt is being judged, which calls the caller's code, so that a panic leaves a doubt.
+    judging: bool,
     /// Whether an attempt itself succeeded, rather than a check that found it.
     answered: bool,
 }
@@ -134,6 +138,8 @@ struct Doubt<Res> {
     error: Option<CallError>,
     settling: Option<BoxFuture<Verdict<Res>>>,
     checking: Arc<AtomicBool>,
+    /// Whether a check has found the write applied in part.
+    partial: Arc<AtomicBool>,
     /// Whether the attempt ended while a check was under way, so that another may find a fence.
     again: bool,
     verdict: Option<VerdictKind>,
@@ -245,8 +251,8 @@ where
 {
     type Output = Result<S::Response, CallError>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.as_mut().project();
         match this.kind {
             Kind::Passing { reporter, call, basis, effect } => {
                 let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
@@ -270,18 +276,15 @@ where
                 let result = ready!(write.call.poll(this.attempt.as_mut(), write.timer, cx));
                 // Resolved: from here on nobody abandons it.
                 this.attempt.set(None);
-                let closed = write.call.close(result);
-                match closed {
+                match write.call.close(result) {
                     Ok(result) => {
                         *this.kind = Kind::Done;
-                        Poll::Ready(result)
+                        return Poll::Ready(result);
                     }
-                    Err(mut closing) => {
-                        let result = closing.poll(cx);
-                        *this.kind = if result.is_pending() { Kind::Closing(closing) } else { Kind::Done };
-                        result
-                    }
+                    // Before the ledger is polled: should that panic, the write is not abandoned besides.
+                    Err(closing) => *this.kind = Kind::Closing(closing),
                 }
+                self.poll(cx)
             }
             Kind::Closing(closing) => {
                 let result = ready!(closing.poll(cx));
@@ -306,7 +309,8 @@ where
         mut timer: Pin<&mut Option<Sleep>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<S::Response, CallError>> {
-        let mut first = !mem::replace(&mut self.polled, true);
+        // With a ledger it has been read by then.
+        let mut first = !mem::replace(&mut self.polled, true) && self.way.is_none();
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
@@ -316,7 +320,10 @@ where
             {
                 attempt.set(None);
                 timer.set(None);
-                match self.attempt_ended(result) {
+                self.judging = true;
+                let next = self.attempt_ended(result);
+                self.judging = false;
+                match next {
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
@@ -406,7 +413,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if self.replay.is_some() {
+        if (self.replay.is_some() && !off!(Once)) || self.was_found_in_part() {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -420,8 +427,15 @@ where
         Some((replay, self.parts.kept.as_ref().and_then(replica)?))
     }
 
+    /// Whether a check has found the write applied in part: then it is never replayed.
+    fn was_found_in_part(&self) -> bool {
+        self.doubt.as_ref().is_some_and(|doubt| doubt.partial.load(Ordering::Relaxed))
+    }
+
     fn replay_unchecked(&mut self, replay: Replay, request: Req, wait: Duration) {
         let doubt = self.begin_doubt();
+        // A check that is under way would say nothing of the replay.
+        doubt.settling = None;
         doubt.fence = match &replay {
             Replay::Keyed(fence) => Some(fence.clone()),
             _ => None,
@@ -466,14 +480,17 @@ where
             attempt.waited += mem::take(&mut self.waited);
         }
         let trusted = match error.cause() {
-            Cause::Evidence(evidence) => self.parts.lane.config.trust.contains(evidence),
+            // What a check found in part was processed, whatever the refusal says.
+            Cause::Evidence(evidence) => {
+                self.parts.lane.config.trust.contains(evidence) && !self.was_found_in_part()
+            }
             _ => false,
         };
         let rule = error.rule(self.parts.effect, trusted);
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             // One replay in all. One more check may run, for the report only.
             return match rule {
                 Rule::Check => self.in_doubt(error),
@@ -502,11 +519,18 @@ where
                     None => error,
                 }))
             }
+            // As long as bytes are unwritten no replay starts.
+            Rule::Check if error.scope() == Scope::Call && self.is_unsent() => self.in_doubt(error),
             Rule::Check => match self.unchecked_replay() {
                 Some((replay, request)) => self.replay_after(error, replay, request),
                 None => self.in_doubt(error),
             },
         }
+    }
+
+    /// Whether bytes of the attempt are still to be sent, as far as its connection tells.
+    fn is_unsent(&self) -> bool {
+        self.parts.current.activity.poll_sent(&mut Context::from_waker(Waker::noop())).is_err()
     }
 
     /// What the server's answer to our own key says, if the caller can read it.
@@ -545,8 +569,12 @@ where
 
     /// A write in doubt that needs no check is replayed.
     fn replay_after(&mut self, mut error: CallError, replay: Replay, request: Req) -> Next<S::Response> {
-        let wait = error.retry_after().unwrap_or_default();
-        if !self.parts.until.allows(Instant::now(), wait) {
+        let now = Instant::now();
+        // An earlier one that is still being processed is given its time.
+        let not_before = self.doubt.as_ref().and_then(|doubt| doubt.not_before);
+        let wait = not_before.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let wait = wait.max(error.retry_after().unwrap_or_default());
+        if !self.parts.until.allows(now, wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
         }
         let ended = error.take_attempts();
@@ -715,11 +743,18 @@ where
         if let Err(error) = granted {
             return Poll::Ready(Err(self.not_granted(error, &errand)));
         }
+        if !matches!(errand, Errand::Replay(_))
+            && let Some((id, method)) = self.parts.hold.as_ref().and_then(Hold::in_its_way)
+        {
+            let error = refused(LedgerError::KeyInDoubt { id, method });
+            let error = error.of_call(&self.parts.name, self.parts.effect);
+            return Poll::Ready(Err(error.with_attempt(None)));
+        }
         self.waited = waited;
         self.timed_out = false;
         match errand {
-            Errand::First => self.count_hand_over(),
-            Errand::Again => {
+            // What the ledger took is not the attempt's time.
+            Errand::First | Errand::Again => {
                 self.parts.current = match self.parts.until.left(Instant::now()) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
@@ -740,6 +775,11 @@ where
                 }
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
+                }
+                if matches!(replay, Replay::Keyed(_) | Replay::Idempotent) {
+                    let error = self.doubt.as_ref().and_then(|doubt| doubt.error.as_ref());
+                    let closure = error.and_then(CallError::closure).cloned();
+                    self.unchecked = Some((self.attempts.len(), closure));
                 }
                 self.replay = Some(replay);
                 self.refused = None;
@@ -769,17 +809,8 @@ where
 
     /// The server may have forgotten the key, so that nothing is known of the write any more.
     fn key_is_over(&mut self, why: &'static str) -> CallError {
-        self.unsettle();
+        unsettle(&mut self.attempts, |_| true);
         self.last_error().note(why)
-    }
-
-    /// What a verdict said of the attempts holds no longer.
-    fn unsettle(&mut self) {
-        for attempt in &mut self.attempts {
-            if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                attempt.settled = None;
-            }
-        }
     }
 
     /// Another write was handed over since the attempt that was to be replayed.
@@ -799,10 +830,10 @@ where
         self.attempts.extend(self.replaced.take());
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
-            for attempt in &mut self.attempts {
-                if matches!(attempt.settled, Some(Settled::NotLanded(_))) {
-                    attempt.settled = None;
-                }
+            unsettle(&mut self.attempts, |_| true);
+            if !self.attempts.iter().any(Attempt::is_in_doubt) {
+                // Nor was anything of ours processed: but theirs may have been.
+                self.attempts.push(Attempt::unanswered("claimed_by_another"));
             }
             return self
                 .last_error()
@@ -847,9 +878,10 @@ where
             first_sent: self.parts.account.first_sent().clone(),
             since: doubt.since,
             not_before: doubt.not_before,
-            ended_at: doubt.ended_at,
+            stopped_at: doubt.ended_at.filter(|_| doubt.is_stopped()),
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
+            partial: Arc::clone(&doubt.partial),
         };
         doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
@@ -869,7 +901,8 @@ where
             Verdict::Landed(response) => return self.landed(response, pending),
             Verdict::NotLanded(fence) => {
                 let sending = fence.basis() == FenceBasis::Declared
-                    && pending
+                    && !off!(Unsent)
+                    && !doubt.is_stopped()
                     && self.parts.current.activity.poll_sent(cx).is_err();
                 if !sending {
                     return self.not_landed(fence, pending);
@@ -911,7 +944,8 @@ where
 
     fn not_landed(&mut self, fence: Fence, pending: bool) -> Next<S::Response> {
         let settled = Settled::NotLanded(fence.clone());
-        settle_all(&mut self.attempts, &settled);
+        let from = self.covered_by(&fence);
+        settle_all(&mut self.attempts[from..], &settled);
         if pending {
             let mut attempt = self.kept_attempt();
             attempt.settled = Some(settled);
@@ -925,7 +959,7 @@ where
                 wait = error.retry_after().unwrap_or_default().saturating_sub(ended_at.elapsed());
             }
         }
-        if self.replay.is_some() {
+        if self.replay.is_some() && !off!(Once) {
             return Next::Resolve(Err(self.last_error().note("not replayed a second time")));
         }
         let request = self.parts.kept.as_ref().and_then(replica);
@@ -944,6 +978,26 @@ where
             Some(wait).filter(|wait| !wait.is_zero()),
         );
         Next::Continue
+    }
+
+    /// The first of the attempts of which that fence says that they did not land. One that the layer found for a
+    /// replay says nothing of an earlier attempt that went unchecked, if that one's process lives.
+    fn covered_by(&self, fence: &Fence) -> usize {
+        let Some((before, closure)) = &self.unchecked else { return 0 };
+        let generation = |attempt: &Attempt| attempt.generation;
+        let same = || {
+            let last = self.attempts.last().and_then(generation);
+            last.is_some() && self.attempts[..*before].iter().all(|attempt| generation(attempt) == last)
+        };
+        if let Some(closure) = closure {
+            closure.learn_exit();
+        }
+        let covers = match fence.basis() {
+            _ if fence.is_of_the_check() => true,
+            FenceBasis::Observed => same() || closure.as_ref().is_some_and(settle::is_gone),
+            FenceBasis::Declared => !settle::is_still_there(closure.as_ref()),
+        };
+        if covers { 0 } else { *before }
     }
 
     /// The attempt that timed out and may still answer.
@@ -1004,7 +1058,11 @@ where
             }
             Err(error) => {
                 let error = error.judged_by(self.parts.basis);
-                Err(error.after_attempts(mem::take(&mut self.attempts)))
+                let mut error = error.after_attempts(mem::take(&mut self.attempts));
+                if error.delivery() != Delivery::Answered {
+                    unsettle(error.attempts_mut(), |fence| !fence.stops_the_attempt());
+                }
+                Err(error)
             }
         };
         let outcome = result.as_ref().err().map(CallError::outcome);
@@ -1061,7 +1119,8 @@ where
             None => Ok(result),
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
-                Err(Box::new(self.parts.account.closing(step, state, result, hold, until)))
+                let method = self.parts.name.clone().into_owned();
+                Err(Box::new(self.parts.account.closing(step, state, result, method, hold, until)))
             }
         }
     }
@@ -1078,11 +1137,13 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             doubt: None,
             way: None,
             replay: None,
+            unchecked: None,
             waited: Duration::ZERO,
             replaced: None,
             refused: None,
             trail: None,
             handing_over: false,
+            judging: false,
             answered: false,
         }
     }
@@ -1104,6 +1165,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn is_last_write(&self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &self.parts.hold {
                 Some(hold) => hold.is_last(),
                 None => shared.conflicts.is_last(self.sequence),
@@ -1114,6 +1176,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn claim_replay(&mut self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes
+            || off!(OtherWrites)
             || match &mut self.parts.hold {
                 Some(hold) => hold.claim(),
                 None => shared.conflicts.claim(self.sequence),
@@ -1138,8 +1201,9 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     fn enter_end(&mut self, state: &State) -> Option<BoxFuture<Result<u64, LedgerError>>> {
         let Parts { account, lane, name, effect, hold, current, .. } = &mut self.parts;
-        // Another layer, further in, keeps what it reports.
-        let memory = lane.shared.ledger.memory().filter(|_| !current.activity.is_taken_over());
+        // Another layer, further in, keeps what it reports; but it does not know of this one's key.
+        let keeps = hold.is_some() || !current.activity.is_taken_over();
+        let memory = lane.shared.ledger.memory().filter(|_| keeps);
         account.close(state, memory, name, *effect, hold.as_ref())
     }
 
@@ -1161,12 +1225,14 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let replaced = self.replaced.take();
         let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
         self.attempts.extend(replaced);
-        if in_doubt || self.handing_over {
+        let unjudged = self.judging && !self.attempts.iter().any(Attempt::is_in_doubt);
+        if in_doubt || self.handing_over || unjudged {
             let mut attempt = Attempt::unanswered("abandoned");
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
-        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt);
+        unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt());
+        let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
@@ -1197,7 +1263,21 @@ fn settle_all(attempts: &mut [Attempt], by: &Settled) {
     }
 }
 
+/// What a verdict said of the attempts by such a fence holds no longer.
+fn unsettle(attempts: &mut [Attempt], by: impl Fn(&Fence) -> bool) {
+    for attempt in attempts {
+        if matches!(&attempt.settled, Some(Settled::NotLanded(fence)) if by(fence)) {
+            attempt.settled = None;
+        }
+    }
+}
+
 impl<Res> Doubt<Res> {
+    /// Whether the attempt's connection has ended, so that nothing of it is sent any more.
+    fn is_stopped(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.scope() == Scope::Connection)
+    }
+
     fn new() -> Self {
         Self {
             since: Instant::now(),
@@ -1206,6 +1286,7 @@ impl<Res> Doubt<Res> {
             error: None,
             settling: None,
             checking: Arc::default(),
+            partial: Arc::default(),
             again: false,
             verdict: None,
             fence: None,

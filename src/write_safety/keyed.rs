@@ -47,8 +47,8 @@ pub enum KeyedAnswer<Res> {
     /// It was applied, by an earlier attempt ("already exists", "precondition failed"); with its response, if the
     /// answer holds it.
     Landed(Option<Res>),
-    /// An earlier attempt is still being processed. The effect check, if there is one, is asked after that
-    /// time.
+    /// An earlier attempt is still being processed. After that time the write is replayed, if the server
+    /// [keeps](KeyedWrites::honoured_for) its key, once; else the effect check is asked, if there is one.
     InFlight {
         /// When to ask.
         recheck_after: Duration,
@@ -69,6 +69,9 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     /// handed over; after that only a check can settle it. The time is over when either clock says so, the
     /// monotonic one, which stops while a laptop sleeps, or the wall's; a wall clock that was set back ends it
     /// too.
+    ///
+    /// Give less than the server's own time by as much as a message may take to it at most: a copy that was
+    /// handed over in time and is held up on its way must still find the key.
     #[must_use]
     pub fn honoured_for(mut self, window: Duration) -> Self {
         self.window = Some(window);

@@ -277,9 +277,14 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         ledger.map(|ledger| Registrar::new(ledger, number))
     }
 
-    /// The service of that number.
-    pub(crate) fn layer_as<S>(&self, number: u64, inner: S) -> WriteSafety<S, Req, Res> {
-        WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone(), number)
+    /// The service of that number, whose server processes are entered or not.
+    pub(crate) fn layer_as<S>(
+        &self,
+        number: u64,
+        servers_entered: bool,
+        inner: S,
+    ) -> WriteSafety<S, Req, Res> {
+        WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone(), number, servers_entered)
     }
 
     /// What makes no sense in the options, if something does.
@@ -334,7 +339,7 @@ impl<S, Req, Res> Layer<S> for WriteSafetyLayer<Req, Res> {
     type Service = WriteSafety<S, Req, Res>;
 
     fn layer(&self, inner: S) -> WriteSafety<S, Req, Res> {
-        self.layer_as(self.number(), inner)
+        self.layer_as(self.number(), false, inner)
     }
 }
 

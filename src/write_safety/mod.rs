@@ -24,6 +24,7 @@
 
 mod account;
 mod conflicts;
+pub mod effect_check;
 mod fence;
 mod future;
 mod keyed;
@@ -35,6 +36,7 @@ mod verdict;
 
 use std::{
     fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::{Duration, SystemTime},
@@ -119,6 +121,11 @@ impl WallClock {
     fn now(&self) -> SystemTime {
         self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
     }
+
+    /// The time, or that one if the caller's clock panics.
+    fn now_or(&self, other: SystemTime) -> SystemTime {
+        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or(other)
+    }
 }
 
 /// When a write was handed over first, by both clocks: the monotonic one may stand still while the machine
@@ -140,9 +147,11 @@ impl FirstSent {
         const OVER: &str = "not replayed: the time is over for which the server keeps the key";
         let now = Instant::now();
         let by_wall = self.clock.now().duration_since(self.wall);
+        let by_wall = if off!(WallClock) { Ok(Duration::ZERO) } else { by_wall };
         let by_wall =
             by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
         let passed = by_wall.max(now.saturating_duration_since(self.at));
+        let passed = if off!(Window) { Duration::ZERO } else { passed };
         match window.checked_sub(passed) {
             Some(left) if !left.is_zero() => Ok(now.checked_add(left)),
             _ => Err(OVER),
@@ -157,6 +166,8 @@ struct Shared {
     ledger: AnyLedger,
     /// This service's number, which tells its writes in the ledger from those of others.
     stack: u64,
+    /// Whether the ledger is told of each server process before anything is sent to it.
+    servers_entered: bool,
 }
 
 /// What one clone of a service and its calls share: a reference count of their own.
@@ -185,12 +196,19 @@ pub struct WriteSafety<S, Req, Res> {
 }
 
 impl<S, Req, Res> WriteSafety<S, Req, Res> {
-    fn new(inner: S, config: Arc<Config<Req, Res>>, events: Events, stack: u64) -> Self {
+    fn new(
+        inner: S,
+        config: Arc<Config<Req, Res>>,
+        events: Events,
+        stack: u64,
+        servers_entered: bool,
+    ) -> Self {
         let shared = Arc::new(Shared {
             checks: Semaphore::new(config.max_checks.max(1)),
             conflicts: Arc::default(),
             ledger: config.ledger.clone().unwrap_or_default(),
             stack,
+            servers_entered,
         });
         Self { inner, config, shared, lane: None, events, ids: CallIds::default() }
     }
@@ -350,11 +368,13 @@ where
     /// Whether a write with that conflict key may be handed over.
     fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
         let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
-        if let Some(memory) = self.shared.ledger.memory() {
-            memory.admit(&key).map_err(refuse)?;
+        let hold = self.shared.conflicts.enter(key.into(), id);
+        let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
+        // In that order: a doubt that ends its call is in the ledger before its hold goes.
+        if let Some(memory) = self.shared.ledger.memory().filter(|_| !off!(KeyInDoubt)) {
+            memory.admit(hold.key()).map_err(refuse)?;
         }
-        let conflicts = &self.shared.conflicts;
-        conflicts.enter(key.into(), id).map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))
+        Ok(hold)
     }
 }
 

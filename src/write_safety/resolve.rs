@@ -3,20 +3,21 @@
 use std::{
     borrow::Cow,
     fmt,
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use tokio::{
     sync::Semaphore,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout_at},
 };
 use tower::Service;
 
 use super::{
     EffectCheck, FirstSent, VerdictKind, WallClock,
+    account::PATIENCE,
     fence::Fence,
-    ledger::{Entry, Ledger, LedgerError, State},
+    ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
     settle::{Asking, Facts, Held, probe_by},
     verdict::{Erased, Probe, ProbeLog, Verdict},
 };
@@ -34,24 +35,29 @@ use crate::{
 ///
 /// The fence is that the server processes of the dead owner are gone, if the caller had declared on the
 /// connector that their [exit ends their effects](crate::stdio::Child::exit_ends_effects) and the ledger knows
-/// them ([`Entry::servers`]); or a [`quarantine`](Resolve::quarantine), which counts from when the owner is known
-/// to be gone. Without one that can hold in time the check can only find that the write landed.
+/// them ([`Entry::servers`]); or that it had started none ([`Entry::was_never_sent`]); or a
+/// [`quarantine`](Resolve::quarantine), which counts from when the owner is known to be gone. Without one that can
+/// hold in time the check can only find that the write landed. A key that the server keeps, and a compare-and-set,
+/// are none here: they say that a second copy does no harm, and none is sent, so that the entry stays in doubt.
 ///
 /// ```no_run
 /// # use goaround::{BoxError, InDoubt, Verdict, jsonrpc::{Request, Response}, mcp};
-/// use goaround::write_safety::{Resolve, ledger::Ledger};
+/// use std::time::Duration;
+/// use goaround::write_safety::{Resolve, ledger::{Ledger, servers_gone}};
 ///
 /// # async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
 /// #     Ok(doubt.unknown(""))
 /// # }
 /// # async fn run(ledger: impl Ledger, stack: mcp::Client) -> Result<(), BoxError> {
 /// // At the start, before the first call:
-/// for entry in ledger.in_doubt().await? {
+/// let entries = ledger.in_doubt().await?;
+/// servers_gone(&entries, Duration::from_secs(30)).await;
+/// for entry in &entries {
 ///     // What `keep_arguments(|request| request.raw_params().map(|params| params.get().to_owned()))` kept.
 ///     let Some(arguments) = &entry.arguments else { continue };
 ///     let params: serde_json::Value = serde_json::from_str(arguments)?;
 ///     let request = Request::new(entry.method.clone(), params)?;
-///     let resolved = Resolve::new(&ledger, &entry, request).run(check, &stack).await?;
+///     let resolved = Resolve::new(&ledger, entry, request).run(check, &stack).await?;
 ///     println!("{}: {:?}", entry.id, resolved.state);
 /// }
 /// # Ok(())
@@ -100,13 +106,16 @@ where
     }
 
     /// Declares that nothing of a dead owner lands later than this after its end: see
-    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default.
+    /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default. It says nothing of an
+    /// entry of [this very run](super::ledger::EntryId::is_own), whose connection may live on with bytes of the write
+    /// still to be sent.
     pub fn quarantine(mut self, quarantine: Duration) -> Self {
         self.quarantine = Some(quarantine);
         self
     }
 
-    /// How long it may take in all, 60 s by default. Of that, two thirds are waited for a fence at most.
+    /// How long it may take in all, 60 s by default. Of that, two thirds are waited for a fence at most. The ledger
+    /// has 5 s in any case to record what was found.
     pub fn within(mut self, within: Duration) -> Self {
         self.within = within;
         self
@@ -134,12 +143,13 @@ where
     /// Resolves it; probes go over that stack, by its own classification.
     ///
     /// A probe must run on a connection that was made after the old process was gone, or the fence does not count:
-    /// so list and resolve what is in doubt before the first call.
+    /// so list and resolve what is in doubt before the first call, and wait for the servers of all entries
+    /// ([`servers_gone`](super::ledger::servers_gone)) before the first of them.
     ///
     /// # Errors
     ///
     /// [`LedgerError::Conflict`] if somebody else has settled the entry meanwhile, and whatever else the ledger
-    /// says.
+    /// says; [`LedgerError::Unavailable`] if it says nothing in time.
     pub async fn run<C, M, Res>(
         self,
         check: C,
@@ -196,9 +206,10 @@ where
             first_sent: FirstSent { at: now, wall: entry.entered, clock },
             since: now,
             not_before: None,
-            ended_at: Some(now),
+            stopped_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
-            checking: Arc::new(AtomicBool::new(false)),
+            checking: Arc::default(),
+            partial: Arc::default(),
         };
         let one = Semaphore::new(1);
         let asking = Asking {
@@ -214,12 +225,18 @@ where
         let in_doubt = |why: Cow<'static, str>| State::InDoubt { reason: why.into_owned() };
         let (state, response) = match verdict {
             Verdict::Landed(response) => (State::Landed { by: "check".to_owned() }, response),
-            Verdict::NotLanded(fence) => (State::by_fence(&fence), None),
+            Verdict::NotLanded(fence) if fence.stops_the_attempt() => (State::by_fence(&fence), None),
+            // Nothing is sent here that would take its place.
+            Verdict::NotLanded(fence) => {
+                (in_doubt(format!("absent, and may yet land; {fence}").into()), None)
+            }
             Verdict::InFlight { .. } => (in_doubt("still being processed".into()), None),
             Verdict::Partial => (in_doubt("applied in part".into()), None),
             Verdict::Unknown(why) => (in_doubt(why), None),
         };
-        ledger.settle(entry.id, entry.revision, state.clone()).await?;
+        let until = start.checked_add(within).unwrap_or(now).max(Instant::now() + PATIENCE);
+        let settled = timeout_at(until, ledger.settle(entry.id, entry.revision, state.clone())).await;
+        settled.unwrap_or_else(|_| Err(LedgerError::Unavailable("it did not answer in time".into())))?;
         let (outcome, reason) = match &state {
             State::InDoubt { reason } => (Outcome::Unknown, Some(reason.clone())),
             State::NotLanded { .. } => (Outcome::NotDone, None),
@@ -245,8 +262,15 @@ where
 async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant, within: Duration) -> Held {
     const LONGEST_PAUSE: Duration = Duration::from_millis(200);
     let call = entry.id.call();
-    let observable = entry.servers.iter().all(|server| server.exit_ends_effects) && !entry.servers.is_empty();
-    let holds = quarantine.and_then(|quarantine| entry.orphaned.unwrap_or(start).checked_add(quarantine));
+    if entry.was_never_sent() {
+        return Ok((Fence::never_sent(call), None));
+    }
+    let declared_end = entry.servers.iter().all(|server| server.exit_ends_effects);
+    let in_sight = entry.servers.iter().all(ServerProcess::can_be_seen) && !entry.servers.is_empty();
+    let observable = declared_end && in_sight;
+    // Of this very run a connection may live on, and hold bytes that are not written yet.
+    let orphaned = entry.orphaned.or_else(|| (!entry.id.is_own()).then_some(start));
+    let holds = orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
     let patience = start.checked_add(within / 3 * 2);
     // It must leave a tenth of the time for the check.
     let latest = start.checked_add(within / 10 * 9);
@@ -267,7 +291,7 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
             (Some(holds), true) => holds.min(now + pause),
             (Some(holds), false) => holds,
             (None, true) => now + pause,
-            (None, false) => return Err(without_fence(entry, quarantine, observable)),
+            (None, false) => return Err(without_fence(entry, quarantine, declared_end, in_sight)),
         };
         sleep(next.saturating_duration_since(now)).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
@@ -275,18 +299,30 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
 }
 
 /// Why no fence holds, and what would give one.
-fn without_fence(entry: &Entry, quarantine: Option<Duration>, observable: bool) -> Cow<'static, str> {
-    match (quarantine, observable) {
-        (Some(_), _) => "absent, but no fence holds: the quarantine does not fit in the time given",
-        (None, true) => {
+fn without_fence(
+    entry: &Entry,
+    quarantine: Option<Duration>,
+    declared_end: bool,
+    in_sight: bool,
+) -> Cow<'static, str> {
+    match (quarantine, declared_end, in_sight) {
+        (Some(_), ..) if entry.id.is_own() => {
+            "absent, but no fence holds: this process made the call itself, and bytes of it may still be to be sent"
+        }
+        (Some(_), ..) => "absent, but no fence holds: the quarantine does not fit in the time given",
+        (None, true, true) => {
             "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) if entry.servers.is_empty() => {
+        (None, ..) if entry.servers.is_empty() => {
             "absent, but no fence holds: the ledger knows no server process of it; quarantine(..) or \
              not_landed_because(..) would give one"
         }
-        (None, false) => {
+        (None, true, false) => {
+            "absent, but no fence holds: the old server process cannot be seen from here, from another machine \
+             or container; quarantine(..) or not_landed_because(..) would give one"
+        }
+        (None, false, _) => {
             "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) or \
              not_landed_because(..) would give one"
         }

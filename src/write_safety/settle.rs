@@ -47,11 +47,14 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// Until when the server asks to be left alone.
     pub(super) not_before: Option<Instant>,
-    /// When the attempt ended, if it has: none of its bytes was sent later.
-    pub(super) ended_at: Option<Instant>,
+    /// When its connection ended, if it has: none of its bytes was sent later. That the call ended is not enough:
+    /// a layer in between may have given it up, and a frame that was begun is finished.
+    pub(super) stopped_at: Option<Instant>,
     pub(super) until: Until,
     /// Set while a check runs, which goes by facts that can no longer change.
     pub(super) checking: Arc<AtomicBool>,
+    /// Set once a check has found the write applied in part.
+    pub(super) partial: Arc<AtomicBool>,
 }
 
 /// Comes to a verdict about a write in doubt. A verdict of `NotLanded` has a fence that holds.
@@ -71,6 +74,10 @@ where
     };
     let held = find_fence(&facts, config.quarantine).await;
     if let Some(not_before) = facts.not_before {
+        let now = Instant::now();
+        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
+            return Verdict::Unknown("still being processed, and no time to ask".into());
+        }
         sleep_until(not_before).await;
     }
     let asking = Asking {
@@ -107,7 +114,6 @@ where
             Err(why) => (None, None, why),
         };
         let mut asked = 0;
-        let mut partial = false;
         loop {
             // No more than so many checks at once: an outage puts every write in doubt at the same time.
             let Ok(permit) = self.checks.acquire().await else {
@@ -115,7 +121,7 @@ where
             };
             facts.checking.store(true, Ordering::Relaxed);
             // What such a check finds absent may leave while it looks.
-            let unsent = facts.ended_at.is_none() && is_unsent(&facts.activity).await;
+            let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
             let now = Instant::now();
             let until = check_until(self.check_timeout, facts.until.at(now), now);
             let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
@@ -148,7 +154,10 @@ where
                 }
                 _ => None,
             };
-            partial |= matches!(verdict, Verdict::Partial);
+            if matches!(verdict, Verdict::Partial) {
+                facts.partial.store(true, Ordering::Relaxed);
+            }
+            let partial = facts.partial.load(Ordering::Relaxed);
             if let Some(after) = again.filter(|after| facts.until.allows(Instant::now(), *after)) {
                 // Others may check meanwhile, and what becomes of the attempt counts again.
                 facts.checking.store(false, Ordering::Relaxed);
@@ -198,6 +207,9 @@ enum Undeclared {
 /// longer than two thirds of the time left, so that a check can still find that the write landed; for a
 /// quarantine, whose length is known, only if it leaves a tenth.
 async fn find_fence(facts: &Facts, quarantine: Option<Duration>) -> Held {
+    if off!(FenceFirst) && quarantine.is_some() {
+        return Ok((Fence::quarantined(facts.call, Duration::ZERO), None));
+    }
     let start = Instant::now();
     let left = facts.until.left(start);
     let patience = start.checked_add(left.map_or(REAPING, |left| left / 3 * 2));
@@ -206,7 +218,7 @@ async fn find_fence(facts: &Facts, quarantine: Option<Duration>) -> Held {
     let observed = async {
         let closure = facts.closure.as_ref().filter(|closure| closure.exit_ends_effects())?;
         let exit = within(patience, closure.exited()).await.flatten()?;
-        exit.group_gone.then(|| (Fence::process_gone(facts.call), Some(exit.at)))
+        (exit.group_gone || off!(Group)).then(|| (Fence::process_gone(facts.call), Some(exit.at)))
     };
     let declared = async {
         let quarantine = quarantine.ok_or(Undeclared::NoQuarantine)?;
@@ -272,22 +284,28 @@ fn without_fence(closure: Option<&Closure>, why: Undeclared) -> Cow<'static, str
 
 /// Whether the process that had the attempt is known to have outlived all signals. Whatever was declared of a
 /// server's times was not said of one that cannot be killed.
-fn is_still_there(closure: Option<&Closure>) -> bool {
+pub(super) fn is_still_there(closure: Option<&Closure>) -> bool {
     closure.and_then(Closure::exit).is_some_and(|exit| match cfg!(unix) {
-        true => !exit.group_gone,
+        true => !exit.group_gone && !off!(Group),
         // Elsewhere nothing is known of a group.
         false => exit.status.is_none(),
     })
 }
 
+/// Whether that connection's process is known to be gone, and its effects with it.
+pub(super) fn is_gone(closure: &Closure) -> bool {
+    closure.exit_ends_effects() && closure.exit().is_some_and(|exit| exit.group_gone)
+}
+
 /// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
 /// bounds when they arrive.
 async fn last_byte(facts: &Facts) -> Instant {
-    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.ended_at) {
+    poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.stopped_at) {
         (Ok(Some(at)), _) => Poll::Ready(at),
         // The connection marks nothing.
         (Ok(None), _) => Poll::Ready(facts.since),
-        (Err(_), Some(ended)) => Poll::Ready(ended),
+        (Err(_), Some(stopped)) => Poll::Ready(stopped),
+        (Err(_), None) if off!(Unsent) => Poll::Ready(facts.since),
         (Err(_), None) => Poll::Pending,
     })
     .await
@@ -330,7 +348,7 @@ fn examine<Res>(
                 Verdict::Unknown("the check named a fence of another call".into())
             } else if !fence.is_of_the_check() && held != Some(&fence) {
                 Verdict::Unknown("the check named a fence that did not hold when it began".into())
-            } else if fence.basis() == FenceBasis::Observed && log.is_stale() {
+            } else if fence.basis() == FenceBasis::Observed && log.is_stale() && !off!(ProbeAge) {
                 Verdict::Unknown("a probe ran on a connection that is older than the fence".into())
             } else {
                 Verdict::NotLanded(fence)

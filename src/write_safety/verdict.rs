@@ -230,6 +230,7 @@ impl<Req, Res> InDoubt<Req, Res> {
     pub fn not_landed(&self) -> Verdict<Res> {
         match &self.fence {
             Some(fence) => Verdict::NotLanded(fence.clone()),
+            None if off!(Fence) => Verdict::NotLanded(Fence::because(self.call, "none")),
             None => Verdict::Unknown(self.without_fence.clone()),
         }
     }
@@ -237,7 +238,8 @@ impl<Req, Res> InDoubt<Req, Res> {
     /// It was not applied, and the server, which keeps the key that the request carries for so long, will apply
     /// no second copy: whichever arrives first is the only one. After that time, counted by both clocks from the
     /// first hand-over, this is [`Verdict::Unknown`]: the server may have forgotten the key. For keys that
-    /// this crate puts, [`KeyedWrites::honoured_for`](super::KeyedWrites::honoured_for) needs no check.
+    /// this crate puts, [`KeyedWrites::honoured_for`](super::KeyedWrites::honoured_for) needs no check. It allows
+    /// a replay and says nothing else: if none is answered the write is unknown, since the first copy may land.
     pub fn not_landed_deduplicated(&self, window: Duration) -> Verdict<Res> {
         match self.first_sent.window_end(window) {
             Ok(_) => Verdict::NotLanded(Fence::deduplicated(self.call, window)),
@@ -246,7 +248,8 @@ impl<Req, Res> InDoubt<Req, Res> {
     }
 
     /// It was not applied, and it is a compare-and-set: it names the state that it applies to (`If-Match`, a
-    /// generation, a name that must not exist yet), so that of two copies the second fails.
+    /// generation, a name that must not exist yet), so that of two copies the second fails. It allows a replay and
+    /// says nothing else: if none is answered the write is unknown, since the first copy may land.
     pub fn not_landed_conditional(&self) -> Verdict<Res> {
         Verdict::NotLanded(Fence::conditional(self.call))
     }

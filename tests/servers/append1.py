@@ -1,11 +1,12 @@
-"""A server that appends lines to a file: MCP Python SDK 1.x. Usage: append1.py FILE"""
+"""A server that appends lines to a file: MCP Python SDK 1.x. Usage: append1.py FILE [PORT]"""
 
 import sys
 import time
 
 from mcp.server.fastmcp import FastMCP
 
-server = FastMCP("append")
+port = int(sys.argv[2]) if len(sys.argv) > 2 else None
+server = FastMCP("append", port=port or 8000, log_level="WARNING")
 
 
 @server.tool()
@@ -26,4 +27,4 @@ def lines() -> list[str]:
         return file.read().splitlines()
 
 
-server.run("stdio")
+server.run("streamable-http" if port else "stdio")

@@ -1,4 +1,4 @@
-"""A server that appends lines to a file: MCP Python SDK 2.x. Usage: append2.py FILE"""
+"""A server that appends lines to a file: MCP Python SDK 2.x. Usage: append2.py FILE [PORT]"""
 
 import sys
 import time
@@ -26,4 +26,7 @@ def lines() -> list[str]:
         return file.read().splitlines()
 
 
-server.run("stdio")
+if len(sys.argv) > 2:
+    server.run("streamable-http", port=int(sys.argv[2]))
+else:
+    server.run("stdio")

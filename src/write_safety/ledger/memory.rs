@@ -41,9 +41,9 @@ struct Book {
     entries: HashMap<EntryId, (u64, Entry)>,
     /// In the order in which they came.
     order: BTreeMap<u64, EntryId>,
-    /// Those of them without a key.
+    /// Those of them in doubt without a key.
     keyless: BTreeMap<u64, EntryId>,
-    /// Those with that key.
+    /// Those in doubt with that key.
     keys: HashMap<String, Vec<EntryId>>,
     last: u64,
 }
@@ -56,7 +56,7 @@ impl MemoryLedger {
 
     /// Whether a write with that key may be handed over.
     pub(in super::super) fn admit(&self, key: &str) -> Result<(), LedgerError> {
-        self.book().admit(key)
+        self.book().admit(Some(key))
     }
 
     /// Keeps a write whose call is over, and of which nobody knows.
@@ -70,8 +70,8 @@ impl MemoryLedger {
 }
 
 impl Book {
-    fn admit(&self, key: &str) -> Result<(), LedgerError> {
-        let held = self.keys.get(key).and_then(|ids| self.entries.get(ids.first()?));
+    fn admit(&self, key: Option<&str>) -> Result<(), LedgerError> {
+        let held = key.and_then(|key| self.keys.get(key)).and_then(|ids| self.entries.get(ids.first()?));
         match held {
             Some((_, entry)) => Err(LedgerError::KeyInDoubt { id: entry.id, method: entry.method.clone() }),
             None if self.entries.len() >= MOST && self.keyless.is_empty() => Err(LedgerError::Full(MOST)),
@@ -88,11 +88,27 @@ impl Book {
         }
         self.last += 1;
         self.order.insert(self.last, entry.id);
-        match &entry.key {
-            Some(key) => self.keys.entry(key.clone()).or_default().push(entry.id),
-            None => drop(self.keyless.insert(self.last, entry.id)),
+        let id = entry.id;
+        self.entries.insert(id, (self.last, entry));
+        self.index(id);
+    }
+
+    /// Notes what an entry in doubt blocks, or that it blocks nothing. One of a call under way does neither, nor does
+    /// it make place for another.
+    fn index(&mut self, id: EntryId) {
+        let Some((place, entry)) = self.entries.get(&id) else { return };
+        if !matches!(entry.state, State::InDoubt { .. }) {
+            return;
         }
-        self.entries.insert(entry.id, (self.last, entry));
+        match &entry.key {
+            Some(key) => {
+                let ids = self.keys.entry(key.clone()).or_default();
+                if !ids.contains(&id) {
+                    ids.push(id);
+                }
+            }
+            None => drop(self.keyless.insert(*place, id)),
+        }
     }
 
     fn remove(&mut self, id: EntryId) {
@@ -116,8 +132,9 @@ impl Book {
     fn settle(&mut self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
         let entry = self.get_mut(id)?;
         let revision = entry.settle(revision, state, SystemTime::now())?;
-        if entry.state.is_closed() {
-            self.remove(id);
+        match entry.state.is_closed() {
+            true => self.remove(id),
+            false => self.index(id),
         }
         Ok(revision)
     }
@@ -129,9 +146,7 @@ impl Ledger for MemoryLedger {
         if book.entries.contains_key(&entry.id) {
             return Err(LedgerError::Conflict(entry.id));
         }
-        if let Some(key) = &entry.key {
-            book.admit(key)?;
-        }
+        book.admit(entry.key.as_deref())?;
         let revision = entry.revision;
         book.insert(entry);
         Ok(revision)

@@ -21,7 +21,96 @@
 //! - `DurableLedger` (feature `ledger-durable`) survives a crash of the process and of the machine, for one
 //!   process at a time.
 //! - [`Ledger`] is a trait, so that several processes can share a database.
+//!
+//! # After a crash
+//!
+//! At its start, before its first call, a program settles what its last run has left: it waits for the old servers,
+//! makes each request again from what was kept of its arguments, and resolves it over the new connection.
+//!
+//! ```no_run
+//! # #[cfg(feature = "ledger-durable")]
+//! # mod doc {
+//! use std::time::Duration;
+//!
+//! use goaround::{
+//!     BoxError, InDoubt, Resolve, Stack, Verdict, WriteSafetyLayer,
+//!     jsonrpc::{Request, Response},
+//!     mcp,
+//!     write_safety::ledger::{DurableLedger, Ledger, State, servers_gone},
+//! };
+//! use tokio::process::Command;
+//!
+//! async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
+//!     // … looks for the write by a token that it alone carries
+//! #     Ok(doubt.unknown(""))
+//! }
+//!
+//! async fn start() -> Result<mcp::Client, BoxError> {
+//!     // `InUse` if the last run is still there: one that hangs is not dead.
+//!     let ledger = DurableLedger::open("writes.ledger")?;
+//!     let entries = ledger.in_doubt().await?;
+//!     // No new server beside an old one, and no connection that is older than the fence.
+//!     servers_gone(&entries, Duration::from_secs(30)).await;
+//!
+//!     let server = mcp::stdio(Command::new("invoice-server")).exit_ends_effects();
+//!     let writes = WriteSafetyLayer::new(check)
+//!         .ledger(ledger.clone())
+//!         .keep_arguments(|request: &Request| Some(request.raw_params()?.get().to_owned()));
+//!     let stack = Stack::builder(server).writes(writes).build()?;
+//!     for entry in &entries {
+//!         let Some(arguments) = &entry.arguments else { continue }; // for a person
+//!         let params: serde_json::Value = serde_json::from_str(arguments)?;
+//!         let request = Request::new(entry.method.clone(), params)?;
+//!         match Resolve::new(&ledger, entry, request).run(check, &stack).await?.state {
+//!             State::Landed { .. } => println!("{} is done", entry.id),
+//!             State::NotLanded { why, .. } => println!("{} was not done ({why}): send it again?", entry.id),
+//!             state => println!("{} is still in doubt: {state:?}", entry.id),
+//!         }
+//!     }
+//!     Ok(stack)
+//! }
+//! # }
+//! ```
+//!
+//! `examples/crash_recovery.rs` does that with clients that are killed at seven points.
+//!
+//! What must be known for it:
+//!
+//! - *What is declared.* An old server's end is a fence by
+//!   [`exit_ends_effects`](crate::stdio::Child::exit_ends_effects), as it was declared when that server was started;
+//!   it stands in the ledger with each server. If it is false, a write lands after it was found not to have. A
+//!   [`quarantine`](super::Resolve::quarantine) counts from when the ledger was opened, not from when the write was sent:
+//!   the dead process may have sent it to the last. It is no shorter than the time for which a server lives on when
+//!   its client is gone.
+//! - *Whose servers are known.* Those that a [`Stack`](crate::Stack) over [`stdio::child`](crate::stdio::child) or
+//!   [`mcp::stdio`](crate::mcp::stdio()) starts, before anything is sent to them; if one cannot be entered, nothing is.
+//!   Bare layers and foreign connectors enter none: for their writes a crash leaves only declared fences. A process
+//!   that is started by hand, or has left its group, is not known either.
+//! - *Within one run* an entry does not tell to which of its stack's servers the write went, so that the one in use
+//!   must be gone too. What such a run leaves unknown can be settled by a declared fence, by hand, or by the next run.
+//! - *Conflict keys.* A key stays blocked over the restart until its write is settled or forgotten.
+//!   [`forget`](Ledger::forget) frees it though the write may land later.
+//! - *To send it again* is a new decision, and a new write. Others that were in flight at the same time may have
+//!   landed since, and it lands on top of them.
+//! - *Containers.* A process is seen from the same boot and the same namespace of process ids only. A container that is
+//!   started anew has another one: then nothing is known of the old servers, [`servers_gone`] and
+//!   [`Resolve`](super::Resolve) do not wait for them, and what was not applied stays in doubt without a declared fence.
+//!   With a namespace that outlives the client (an init process of its own, `--pid=host`) it is as on a machine.
+//! - *A machine that was started anew* has no old process, which is known by the boot's id and the machine's
+//!   (`/etc/machine-id`), except in containers, whose images may share that. Other systems than Linux tell none of
+//!   this: there, too, only declared fences hold.
+//! - *Files that are older than the world.* A ledger from a backup, or a virtual machine that was set back to a
+//!   snapshot, knows nothing of what was written since. Neither does one on a disk that other machines have.
+//! - *A laptop that was suspended* is no crash: the process goes on, and so does its hold on the ledger. Quarantines
+//!   stand still while it sleeps, which errs on the safe side; keys' windows do not.
+//! - *The wall clock.* After a restart it is the only one that still tells how old a write is, and so whether
+//!   [a key is still kept](super::InDoubt::not_landed_deduplicated). One that was set back behind the write's time makes
+//!   it unknown, and one that was set forward ends the window early. One that was set back by less than the time
+//!   that has passed cannot be told: leave a reserve in what you declare, or use a clock that nobody sets
+//!   ([`wall_clock`](super::Resolve::wall_clock)).
 
+#[cfg(feature = "ledger-durable")]
+mod durable;
 mod memory;
 mod process;
 
@@ -38,8 +127,15 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tokio::time::Instant;
 
+#[cfg(feature = "ledger-durable")]
+pub use self::durable::{DurableLedger, DurableLedgerOptions, decode_durable};
 pub(crate) use self::process::Registrar;
-pub use self::{memory::MemoryLedger, process::ServerProcess};
+#[cfg(feature = "ledger-durable")]
+use self::process::servers_of;
+pub use self::{
+    memory::MemoryLedger,
+    process::{ServerProcess, servers_gone},
+};
 use super::fence::{Fence, FenceBasis};
 use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 
@@ -58,9 +154,9 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 ///
 /// - lists another owner's open entry in [`in_doubt`](Ledger::in_doubt) only once that owner's lease has run
 ///   out (its own open entries are calls under way, and never in doubt);
-/// - refuses [`claim`](Ledger::claim) and [`enter`](Ledger::enter) to an owner whose own lease has run out by
-///   the database's clock, in the transaction that would grant them. A process that was stopped for longer
-///   than its lease then finds, when it wakes, that it may no longer replay;
+/// - refuses [`claim`](Ledger::claim), [`enter`](Ledger::enter) and [`started`](Ledger::started) to an owner
+///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
+///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
 /// - refuses a claim where another entry with the same conflict key, or with none, was entered since this one,
 ///   as the layer does for the writes of its own process.
 ///
@@ -301,6 +397,11 @@ pub struct Entry {
     /// it went to one of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub servers: Vec<ServerProcess>,
+    /// Whether each server process that it may have gone to is entered before anything is sent to it: a
+    /// [`Stack`](crate::Stack) over a connector of this crate does that. Then nothing was sent of it while there
+    /// are none.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub servers_entered: bool,
     /// Since when its owner is known to be gone, by this process's own clock. A declared bound counts from
     /// here: until then bytes of it may have been sent.
     #[serde(skip)]
@@ -322,6 +423,7 @@ impl Entry {
             revision: 1,
             stack,
             servers: Vec::new(),
+            servers_entered: false,
             orphaned: None,
         }
     }
@@ -358,10 +460,16 @@ impl Entry {
         self.revision
     }
 
+    /// Whether nothing was sent of it and nothing will be: its owner is gone, and had started no server.
+    pub fn was_never_sent(&self) -> bool {
+        self.orphaned.is_some() && self.servers_entered && self.servers.is_empty()
+    }
+
     /// Whether all server processes that may have got it are gone, and their effects with them, as the caller
     /// declared; `false` where that cannot be seen, and where none is known.
     ///
-    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists: a probe of a check counts only on a
+    /// An implementation of [`Ledger::in_doubt`] asks this of what it lists, or of each server whether it
+    /// [is gone](ServerProcess::is_gone): a probe of a check counts only on a
     /// connection that was made after they were seen to be gone.
     pub fn servers_are_gone(&self) -> bool {
         self.gone_since().is_some()
@@ -369,6 +477,9 @@ impl Entry {
 
     /// Since when that is known.
     pub(super) fn gone_since(&self) -> Option<Instant> {
+        if self.servers.is_empty() {
+            return None;
+        }
         let gone = |server: &ServerProcess| server.gone_since().filter(|_| server.exit_ends_effects);
         // All of them, even if one is not: each is seen as early as can be.
         let gone: Vec<_> = self.servers.iter().map(gone).collect();
@@ -410,7 +521,15 @@ pub enum LedgerError {
     /// It holds as many entries as it may.
     #[error("the ledger is full: {0} entries in doubt")]
     Full(usize),
-    /// Another process has it.
+    /// The entry of a write, with its conflict key and the arguments that are kept, is longer than one may be.
+    #[error("the write's entry in the ledger has {bytes} bytes, of at most {most}")]
+    TooLong {
+        /// How long it is.
+        bytes: usize,
+        /// How long one may be.
+        most: usize,
+    },
+    /// Another process has it, or this one has it twice.
     #[error("another process has the ledger open")]
     InUse,
     /// What is stored makes no sense. Nothing of it was changed.

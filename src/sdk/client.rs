@@ -1,0 +1,247 @@
+//! The typed methods of a stack around the SDK's client.
+
+#![expect(deprecated, reason = "what versions up to 2025-11-25 have is served as long as servers have it")]
+
+use std::{any::Any, sync::Arc};
+
+use rmcp::{
+    Peer, RoleClient, ServiceError,
+    model::{
+        CallToolRequestParams, CallToolResult, ClientNotification, CompleteRequestParams, CompleteResult,
+        ContentBlock, CustomResult, GetPromptRequestParams, GetPromptResult, ListPromptsResult,
+        ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, PaginatedRequestParams, Prompt,
+        ReadResourceRequestParams, ReadResourceResult, Resource, ResourceTemplate, ServerPeerInfo,
+        ServerResult, SetLevelRequest, SetLevelRequestParams, SubscribeRequestParams, Tool,
+        UnsubscribeRequestParams,
+    },
+};
+
+use serde_json::Value;
+
+use super::{Connection, Connector, Request};
+use crate::{CallError, Cause, Refusal, Stack};
+
+/// How many pages a list may have.
+const MAX_PAGES: usize = 1_000;
+/// How often a list is begun again whose session was lost between two of its pages.
+const MAX_RESTARTS: usize = 2;
+
+/// What a model is told of a tool's call: the tool's result, or the error's text as a tool's error. That text begins
+/// with what is known, so that the model does not repeat what may have been done ("outcome UNKNOWN: …").
+pub fn tool_result(result: Result<CallToolResult, CallError>) -> CallToolResult {
+    result.unwrap_or_else(|error| CallToolResult::error(vec![ContentBlock::text(error.to_string())]))
+}
+
+macro_rules! lists {
+    ($(
+        $(#[$doc:meta])* $page:ident, $(#[$all_doc:meta])* $all:ident: $variant:ident($result:ident).$field:ident
+            -> $item:ty
+    )*) => { $(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        ///
+        /// As [`Stack::send`].
+        pub async fn $page(&self, params: Option<PaginatedRequestParams>) -> Result<$result, CallError> {
+            match self.send(Request::$page(params)).await? {
+                ServerResult::$variant(page) => Ok(page),
+                _ => Err(unexpected()),
+            }
+        }
+
+        $(#[$all_doc])*
+        ///
+        /// A list whose session is lost between two of its pages is begun again.
+        ///
+        /// # Errors
+        ///
+        /// As [`Stack::send`] of one of its pages, each of which has the stack's deadline; or a list that does not
+        /// end.
+        pub async fn $all(&self) -> Result<Vec<$item>, CallError> {
+            let mut restarts = 0;
+            'list: loop {
+                let mut all = Vec::new();
+                let mut cursor: Option<String> = None;
+                for _ in 0..MAX_PAGES {
+                    let params = cursor.clone().map(|cursor| {
+                        PaginatedRequestParams::default().with_cursor(Some(cursor))
+                    });
+                    let page = match self.$page(params).await {
+                        Err(error) if is_of_another_session(&error) && restarts < MAX_RESTARTS => {
+                            restarts += 1;
+                            continue 'list;
+                        }
+                        page => page?,
+                    };
+                    all.extend(page.$field);
+                    match page.next_cursor {
+                        None => return Ok(all),
+                        next if next == cursor => return Err(unexpected()),
+                        next => cursor = next,
+                    }
+                }
+                return Err(unexpected());
+            }
+        }
+    )* };
+}
+
+impl Stack<Connector, Request, ServerResult> {
+    /// Calls a tool. Unless somebody says otherwise ([`ToolRules`](crate::mcp::ToolRules)) that is a write.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`]. A server that asks for input, or that makes a task of the call, has answered with
+    /// something else than a result; use [`Stack::send`] where it may.
+    pub async fn call_tool(&self, params: CallToolRequestParams) -> Result<CallToolResult, CallError> {
+        match self.send(params.into()).await? {
+            ServerResult::CallToolResult(result) => Ok(result),
+            // Without content, a result reads as one of these.
+            ServerResult::EmptyResult(_) => Ok(CallToolResult::default()),
+            ServerResult::TaskAckResult(ack) => {
+                let mut result = CallToolResult::default();
+                (result.result_type, result.meta) = (Some(ack.result_type), ack.meta);
+                Ok(result)
+            }
+            ServerResult::CustomResult(CustomResult(Value::Object(mut custom)))
+                if custom.len() == 1 && custom.contains_key("_meta") =>
+            {
+                let mut result = CallToolResult::default();
+                let meta = custom.remove("_meta").map(serde_json::from_value);
+                result.meta = meta.transpose().map_err(|_| unexpected())?;
+                Ok(result)
+            }
+            _ => Err(unexpected()),
+        }
+    }
+
+    lists! {
+        /// A page of the server's tools.
+        list_tools, /// All of the server's tools.
+        list_all_tools: ListToolsResult(ListToolsResult).tools -> Tool
+        /// A page of the server's prompts.
+        list_prompts, /// All of the server's prompts.
+        list_all_prompts: ListPromptsResult(ListPromptsResult).prompts -> Prompt
+        /// A page of the server's resources.
+        list_resources, /// All of the server's resources.
+        list_all_resources: ListResourcesResult(ListResourcesResult).resources -> Resource
+        /// A page of the server's templates of resources.
+        list_resource_templates, /// All of the server's templates of resources.
+        list_all_resource_templates:
+            ListResourceTemplatesResult(ListResourceTemplatesResult).resource_templates -> ResourceTemplate
+    }
+
+    /// Reads a resource.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn read_resource(
+        &self,
+        params: ReadResourceRequestParams,
+    ) -> Result<ReadResourceResult, CallError> {
+        match self.send(params.into()).await? {
+            ServerResult::ReadResourceResult(result) => Ok(result),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Gets a prompt.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn get_prompt(&self, params: GetPromptRequestParams) -> Result<GetPromptResult, CallError> {
+        match self.send(params.into()).await? {
+            ServerResult::GetPromptResult(result) => Ok(result),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Asks for completions of an argument.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn complete(&self, params: CompleteRequestParams) -> Result<CompleteResult, CallError> {
+        match self.send(params.into()).await? {
+            ServerResult::CompleteResult(result) => Ok(result),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Sets the level of the server's log messages; set again on each later connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn set_level(&self, params: SetLevelRequestParams) -> Result<(), CallError> {
+        self.send(Request::new(SetLevelRequest::new(params))).await.map(drop)
+    }
+
+    /// Subscribes to a resource; again on each later connection.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn subscribe(&self, params: SubscribeRequestParams) -> Result<(), CallError> {
+        self.send(params.into()).await.map(drop)
+    }
+
+    /// Ends a subscription.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn unsubscribe(&self, params: UnsubscribeRequestParams) -> Result<(), CallError> {
+        self.send(params.into()).await.map(drop)
+    }
+
+    /// Asks whether the server is there; for versions up to 2025-11-25.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stack::send`].
+    pub async fn ping(&self) -> Result<(), CallError> {
+        self.send(Request::ping()).await.map(drop)
+    }
+
+    /// Sends a notification over the connection in use, once: it is never sent again, and no connection is made for
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// Not sent, if there is no connection; ambiguous, if the transport failed.
+    pub async fn notify(&self, notification: impl Into<ClientNotification>) -> Result<(), CallError> {
+        match self.sdk_connection() {
+            Some(connection) => connection.notify(notification).await,
+            None => Err(CallError::not_sent(ServiceError::TransportClosed)),
+        }
+    }
+
+    /// The SDK's handle on the connection in use. It is that of one [generation](Stack::generation): what is sent by
+    /// it has none of the stack's layers, and fails when that connection closes.
+    pub fn peer(&self) -> Option<Peer<RoleClient>> {
+        self.sdk_connection()?.peer()
+    }
+
+    /// What the server said of itself when the connection in use began.
+    pub fn server_info(&self) -> Option<Arc<ServerPeerInfo>> {
+        self.peer()?.peer_info()
+    }
+
+    fn sdk_connection(&self) -> Option<Connection> {
+        let connection = self.connection()?;
+        let connection: &dyn Any = &*connection;
+        connection.downcast_ref::<Connection>().cloned()
+    }
+}
+
+/// The server answered, with something else than was asked for.
+fn unexpected() -> CallError {
+    CallError::answered(ServiceError::UnexpectedResponse).note("the answer is of another kind")
+}
+
+fn is_of_another_session(error: &CallError) -> bool {
+    matches!(error.cause(), Cause::Refused(Refusal::CursorOfAnotherSession))
+}

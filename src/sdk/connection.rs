@@ -1,0 +1,1001 @@
+//! A connection of the SDK's client: the register of its calls, its closure, and what is known of a silent server.
+
+use std::{
+    borrow::Cow,
+    collections::{HashMap, HashSet},
+    fmt,
+    future::Future,
+    mem,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use rmcp::{
+    Peer, RoleClient, ServiceError,
+    model::{
+        ClientNotification, ClientRequest, CustomRequest, GetMeta, PingRequest, ProgressToken, RequestId,
+        ServerJsonRpcMessage, ServerNotification, ServerRequest, ServerResult,
+    },
+    service::{PeerRequestOptions, RequestHandle},
+};
+use tokio::{
+    runtime::Handle as Runtime,
+    sync::{Notify, watch},
+    time::{Instant, sleep, sleep_until, timeout},
+};
+
+use super::{
+    HttpError, Request,
+    evidence::judge,
+    exchange::Exchange,
+    session::{Lesson, Memory},
+};
+use crate::{
+    Basis, Call, CallError, Closure, Delivery, Effect, Pause, Refusal, Scope,
+    call::effect_of,
+    connection::{self, BoxFuture},
+    event,
+    jsonrpc::{Late, Process, ProcessFacts, Remembered},
+    mcp::Catalog,
+};
+
+/// How many calls may be in flight at once.
+const MAX_IN_FLIGHT: usize = 65_536;
+/// Why a connection takes no calls any more whose session the server has forgotten.
+pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
+/// How many questions of the server hold up calls at once.
+const MAX_QUESTIONS: usize = 1024;
+/// How many cursors of a session are remembered.
+const MAX_CURSORS: usize = 1024;
+/// How long calls without a deadline keep a connection open whose server is silent.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a process whose handshake it ended by its own end is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long it may take to tell the server that nobody waits for an answer any more.
+const CANCEL: Duration = Duration::from_secs(5);
+/// After how long a list of tools is read that the server says has changed.
+const DEBOUNCE: Duration = Duration::from_millis(100);
+/// Why the server is told that nobody waits for an answer any more.
+const ABANDONED: &str = "nobody waits for the answer any more";
+
+/// A connection to an MCP server by the SDK's client. A clone shares it; it closes when the last one is dropped,
+/// with the last of its calls.
+///
+/// Calls are given to the SDK when their futures are first polled, and resolve with the server's answer, or with what is known without one. They have no timer: a future that is polled at or past its
+/// call's deadline resolves with what it knows, and whoever drops it before it has resolved has the server told
+/// (`notifications/cancelled` over this very connection, or the end of the response's stream).
+///
+/// - A `tools/call` that was taken for harmless by a trusted annotation is refused if the server's list on this
+///   connection does not say so ([`Refusal::EffectChanged`]).
+/// - A page of a list by a cursor of an earlier session is refused ([`Refusal::CursorOfAnotherSession`]).
+/// - Progress that the server reports for a call extends its [idle limit](Call::idle); while the user's handler
+///   answers an elicitation, calls that asked for it ([`Call::pause_while_asking`]) stand still.
+pub struct Connection(Arc<Handle>);
+
+/// While one is held the connection stays open.
+struct Handle(Arc<Inner>);
+
+/// What the connection goes over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The pipes of a child process.
+    Pipe,
+    /// Streamable HTTP, where a closed response is no closed connection.
+    Http,
+    /// The user's own.
+    Foreign,
+}
+
+/// The SDK's running client, erased.
+pub(super) trait Running: Send {
+    /// Ends it, within bounds.
+    fn close(self: Box<Self>) -> BoxFuture<()>;
+}
+
+pub(super) struct Inner {
+    pub(super) kind: Kind,
+    pub(super) memory: Arc<Memory>,
+    probe_timeout: Duration,
+    runtime: Runtime,
+    state: Mutex<State>,
+    closed: watch::Sender<Option<Closure>>,
+    /// A silent server was heard, or a call has ended.
+    stirred: Notify,
+    peer: OnceLock<Peer<RoleClient>>,
+    about: OnceLock<event::Peer>,
+    running: Mutex<Option<Box<dyn Running>>>,
+    process: Option<ProcessFacts>,
+    /// What the server says of its tools, where the caller trusts that.
+    catalog: Mutex<Option<Arc<Catalog>>>,
+    /// Whether it is the first one of its connector.
+    first: bool,
+    /// Whether the list of tools is about to be read.
+    is_listing: AtomicBool,
+    /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
+    has_handshake: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    calls: HashMap<u64, Arc<Exchange>>,
+    last_key: u64,
+    /// The calls that are on the wire, by the SDK's ids.
+    sent: HashMap<i64, Arc<Exchange>>,
+    /// The calls that want to know of progress, by the SDK's tokens.
+    watched: HashMap<ProgressToken, u64>,
+    remembered: Remembered,
+    /// The last id that the SDK gave to a request.
+    last_id: i64,
+    heard: u64,
+    /// Whether a probe is under way, or has failed.
+    suspected: bool,
+    /// No call is taken any more.
+    closure: Option<Closure>,
+    /// Since the session is gone at the server.
+    session_gone: bool,
+    /// Nor is one waited for.
+    ended: bool,
+    /// Questions of the server that the user is answering, and what stands still meanwhile.
+    questions: HashSet<RequestId>,
+    pauses: HashMap<u64, Pause>,
+    /// The cursors that this session has handed out.
+    cursors: HashSet<String>,
+    /// What the last calls were lost by that were lost together, and the last one that was in flight then.
+    loss: Option<(u64, Closure)>,
+}
+
+// ===== impl Inner =====
+
+impl Inner {
+    pub(super) fn new(
+        kind: Kind,
+        memory: Arc<Memory>,
+        probe_timeout: Duration,
+        process: Option<Process>,
+        first: bool,
+    ) -> (Arc<Self>, Option<BoxFuture<()>>) {
+        let facts = process.as_ref().map(ProcessFacts::of);
+        let exited = process.map(|process| process.exited);
+        let inner = Self {
+            kind,
+            memory,
+            probe_timeout,
+            runtime: Runtime::current(),
+            state: Mutex::default(),
+            closed: watch::Sender::new(None),
+            stirred: Notify::new(),
+            peer: OnceLock::new(),
+            about: OnceLock::new(),
+            running: Mutex::new(None),
+            process: facts,
+            catalog: Mutex::new(None),
+            first,
+            is_listing: AtomicBool::new(false),
+            has_handshake: AtomicBool::new(false),
+        };
+        (Arc::new(inner), exited)
+    }
+
+    /// Waits, within bounds, until the process is gone and its last words are known.
+    pub(super) async fn last_words(&self) -> Vec<String> {
+        if let Some(process) = &self.process {
+            let mut exit = process.exit.clone();
+            let _ = timeout(LAST_WORDS, exit.wait_for(Option::is_some)).await;
+        }
+        self.stderr()
+    }
+
+    pub(super) fn stderr(&self) -> Vec<String> {
+        self.process.as_ref().map_or_else(Vec::new, |process| (process.stderr)())
+    }
+
+    pub(super) fn set_catalog(&self, catalog: Arc<Catalog>) {
+        *lock(&self.catalog) = Some(catalog);
+    }
+
+    pub(super) fn peer(&self) -> Option<&Peer<RoleClient>> {
+        self.peer.get()
+    }
+
+    /// Whether each request stands for itself, as from 2026-07-28 on.
+    pub(super) fn is_modern(&self) -> bool {
+        !self.has_handshake.load(Ordering::Relaxed)
+    }
+
+    /// The SDK begins with the handshake, or falls back to it.
+    pub(super) fn shakes_hands(&self) {
+        self.has_handshake.store(true, Ordering::Relaxed);
+    }
+
+    // ----- what the transport tells
+
+    /// A call is given to the transport.
+    pub(super) fn sending(&self, exchange: &Arc<Exchange>, id: i64, token: Option<ProgressToken>) {
+        let mut state = self.lock();
+        exchange.set_heard(state.heard);
+        if state.ended || exchange.is_given_up() {
+            return;
+        }
+        state.sent.insert(id, Arc::clone(exchange));
+        if let Some(token) = token
+            && exchange.request.context().progress().is_some()
+        {
+            state.watched.insert(token, exchange.key);
+        }
+    }
+
+    /// A request goes out with that id, be it a call's or not.
+    pub(super) fn numbered(&self, id: i64) {
+        let mut state = self.lock();
+        state.last_id = state.last_id.max(id);
+    }
+
+    /// The call that went out with that id.
+    pub(super) fn sent_as(&self, id: i64) -> Option<Arc<Exchange>> {
+        self.lock().sent.get(&id).cloned()
+    }
+
+    /// Something came from the server.
+    pub(super) fn heard(&self) {
+        let suspected = {
+            let mut state = self.lock();
+            state.heard += 1;
+            state.suspected
+        };
+        if suspected {
+            self.stirred.notify_waiters();
+        }
+    }
+
+    pub(super) fn times_heard(&self) -> u64 {
+        self.lock().heard
+    }
+
+    /// A message came from the server.
+    pub(super) fn received(self: &Arc<Self>, message: &ServerJsonRpcMessage) {
+        let to_nothing = match message {
+            ServerJsonRpcMessage::Response(answer) => !self.has_asked(Some(&answer.id)),
+            ServerJsonRpcMessage::Error(answer) => !self.has_asked(answer.id.as_ref()),
+            _ => false,
+        };
+        // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
+        if to_nothing {
+            return;
+        }
+        self.heard();
+        match message {
+            ServerJsonRpcMessage::Response(answer) => self.answered(&answer.id, true),
+            ServerJsonRpcMessage::Error(answer) => {
+                if let Some(id) = &answer.id {
+                    self.answered(id, false);
+                }
+            }
+            ServerJsonRpcMessage::Notification(notification) => match &notification.notification {
+                ServerNotification::ProgressNotification(progress) => {
+                    let state = self.lock();
+                    let call = state.watched.get(&progress.params.progress_token);
+                    let call = call.and_then(|key| state.calls.get(key));
+                    if let Some(progress) = call.and_then(|call| call.request.context().progress()) {
+                        progress.made();
+                    }
+                }
+                ServerNotification::ToolListChangedNotification(_) if self.memory.wants_tools() => {
+                    // Until it is read anew nothing is trusted.
+                    let nothing = Arc::<Catalog>::default();
+                    self.memory.set_catalog(Arc::clone(&nothing));
+                    self.set_catalog(nothing);
+                    if !self.is_listing.swap(true, Ordering::AcqRel) {
+                        self.runtime.spawn(read_tools_soon(Arc::downgrade(self)));
+                    }
+                }
+                ServerNotification::CancelledNotification(cancelled) => {
+                    if let Some(id) = &cancelled.params.request_id {
+                        self.question_answered(id);
+                    }
+                }
+                _ => {}
+            },
+            ServerJsonRpcMessage::Request(request) => {
+                if matches!(request.request, ServerRequest::ElicitRequest(_)) {
+                    self.question(request.id.clone());
+                }
+            }
+        }
+    }
+
+    fn answered(&self, id: &RequestId, success: bool) {
+        let Some(id) = number_of(id) else { return };
+        let late = {
+            let mut state = self.lock();
+            state.sent.remove(&id);
+            state.remembered.remove(id.unsigned_abs())
+        };
+        if let Some(late) = late.filter(|_| success) {
+            late.emit();
+        }
+    }
+
+    /// Whether a request with that id was ever sent.
+    fn has_asked(&self, id: Option<&RequestId>) -> bool {
+        let id = id.and_then(number_of);
+        id.is_some_and(|id| (0..=self.lock().last_id).contains(&id))
+    }
+
+    /// The server asks something of the user: calls that want it stand still.
+    fn question(&self, id: RequestId) {
+        let mut state = self.lock();
+        if state.questions.len() >= MAX_QUESTIONS {
+            return;
+        }
+        state.questions.insert(id);
+        let calls: Vec<_> = state.calls.values().cloned().collect();
+        for call in calls {
+            state.pause(&call);
+        }
+    }
+
+    /// The question is answered, or taken back.
+    pub(super) fn question_answered(&self, id: &RequestId) {
+        let over = {
+            let mut state = self.lock();
+            state.questions.remove(id);
+            if state.questions.is_empty() { mem::take(&mut state.pauses) } else { HashMap::new() }
+        };
+        drop(over);
+    }
+
+    // ----- the end
+
+    /// No call is taken any more, since the session is gone; those in flight are judged each by itself.
+    pub(super) fn retire(&self, reason: &'static str) -> Closure {
+        let closure = {
+            let mut state = self.lock();
+            state.session_gone = true;
+            let in_flight = state.calls.len();
+            state.closure.get_or_insert_with(|| self.new_closure(reason.into(), in_flight)).clone()
+        };
+        self.closed.send_replace(Some(closure.clone()));
+        closure
+    }
+
+    pub(super) fn closure(&self) -> Option<Closure> {
+        self.lock().closure.clone()
+    }
+
+    pub(super) fn has_lost_session(&self) -> bool {
+        self.lock().session_gone
+    }
+
+    /// Ends the connection, and every call with what is known of its bytes.
+    pub(super) fn close(&self, reason: impl Into<Cow<'static, str>>) {
+        let (closure, calls, pauses) = {
+            let mut state = self.lock();
+            if state.ended {
+                return;
+            }
+            state.ended = true;
+            let in_flight = state.calls.len();
+            let closure =
+                state.closure.get_or_insert_with(|| self.new_closure(reason.into(), in_flight)).clone();
+            state.sent.clear();
+            state.watched.clear();
+            (closure, mem::take(&mut state.calls), mem::take(&mut state.pauses))
+        };
+        drop(pauses);
+        self.closed.send_replace(Some(closure.clone()));
+        for call in calls.into_values() {
+            call.close(&closure);
+        }
+        self.stirred.notify_waiters();
+        let running = lock(&self.running).take();
+        drop(running);
+    }
+
+    fn new_closure(&self, reason: Cow<'static, str>, in_flight: usize) -> Closure {
+        ProcessFacts::closure(self.process.as_ref(), reason, in_flight)
+    }
+
+    // ----- calls
+
+    /// Enters a call; an error says why it is not taken.
+    fn enter(&self, request: Request) -> Result<Arc<Exchange>, Box<(CallError, Request)>> {
+        let mut state = self.lock();
+        if let Some(closure) = state.closure.clone() {
+            drop(state);
+            return Err(Box::new((CallError::of_closure(closure, Delivery::NotSent), request)));
+        }
+        if state.calls.len() >= MAX_IN_FLIGHT {
+            drop(state);
+            let refusal = Refusal::Overloaded("calls in flight on the connection");
+            return Err(Box::new((CallError::refused(refusal), request)));
+        }
+        state.last_key += 1;
+        let exchange = Arc::new(Exchange::new(request, state.last_key, state.heard));
+        state.calls.insert(exchange.key, Arc::clone(&exchange));
+        if !state.questions.is_empty() {
+            state.pause(&exchange);
+        }
+        Ok(exchange)
+    }
+
+    /// The call has ended; `late` is what is kept of one that was given up.
+    fn leave(&self, exchange: &Exchange, late: Option<Late>) {
+        let (pause, is_drained) = {
+            let mut state = self.lock();
+            state.calls.remove(&exchange.key);
+            if let Some(id) = exchange.id() {
+                state.sent.remove(&id);
+                if let Some(late) = late.filter(|_| !state.ended) {
+                    state.remembered.insert(id.unsigned_abs(), late);
+                }
+            }
+            if exchange.request.context().progress().is_some() {
+                state.watched.retain(|_, key| *key != exchange.key);
+            }
+            let is_drained = state.session_gone && state.calls.is_empty();
+            (state.pauses.remove(&exchange.key), is_drained)
+        };
+        drop(pause);
+        self.stirred.notify_waiters();
+        if is_drained {
+            self.close("the session is gone");
+        }
+    }
+
+    /// By what a call was lost whose connection lives on. What was in flight when the first one was lost shares it:
+    /// a server that dies takes down many responses, and is one event.
+    fn lost(&self, exchange: &Exchange) -> Closure {
+        let mut state = self.lock();
+        if let Some((last, loss)) = &state.loss
+            && exchange.key <= *last
+        {
+            return loss.clone();
+        }
+        let loss = Closure::new("calls were lost");
+        state.loss = Some((state.last_key, loss.clone()));
+        loss
+    }
+
+    /// Whether what the call was taken for still holds on this connection.
+    fn upholds(&self, request: &Request) -> bool {
+        let catalog = lock(&self.catalog).clone();
+        let says = request.tool_name().and_then(|tool| catalog.as_ref()?.get(tool));
+        match effect_of(request) {
+            Effect::Write => true,
+            Effect::Idempotent => says.is_some_and(|says| says != Effect::Write),
+            Effect::ReadOnly => says == Some(Effect::ReadOnly),
+        }
+    }
+
+    fn takes_cursor(&self, cursor: &str) -> bool {
+        self.first || self.is_modern() || self.lock().cursors.contains(cursor)
+    }
+
+    pub(super) fn hands_out(&self, cursor: String) {
+        // Whoever walks through more pages than that at once has its list refused after a reconnect.
+        let mut state = self.lock();
+        if state.cursors.len() < MAX_CURSORS {
+            state.cursors.insert(cursor);
+        }
+    }
+
+    // ----- silence
+
+    /// A call's deadline passed: if nothing was heard since it was sent, one probe decides about the connection.
+    fn expired(self: &Arc<Self>, exchange: &Exchange) {
+        let suspect = {
+            let mut state = self.lock();
+            let suspect = exchange.heard() == state.heard && !state.suspected && !state.ended;
+            state.suspected |= suspect;
+            suspect
+        };
+        if suspect {
+            self.runtime.spawn(judge_silence(Arc::downgrade(self)));
+        }
+    }
+
+    /// The question whether the server is there, and its name.
+    fn ask(&self) -> Option<(&'static str, BoxFuture<Result<(), CallError>>)> {
+        let peer = self.peer.get()?.clone();
+        let (name, request): (_, ClientRequest) = if self.is_modern() {
+            // The SDK's own request would wait until no other one is on its way.
+            ("server/discover", CustomRequest::new("server/discover", None).into())
+        } else {
+            ("ping", PingRequest::default().into())
+        };
+        let limit = self.probe_timeout;
+        let asking = async move {
+            let options = PeerRequestOptions::no_options();
+            let asked = async {
+                let handle = peer.send_request_with_option(request, options).await?;
+                handle.await_response().await
+            };
+            match timeout(limit, asked).await {
+                // A server that does not know the question is there.
+                Ok(Ok(_) | Err(ServiceError::McpError(_))) => Ok(()),
+                Ok(Err(error)) => Err(CallError::ambiguous(error)),
+                Err(_) => Err(CallError::deadline(Delivery::Ambiguous)),
+            }
+        };
+        Some((name, Box::pin(asking)))
+    }
+
+    /// Until when calls in flight put off the end of a silent connection; `None` if none does.
+    fn last_deadline(&self, now: Instant, patience: Instant, doomed: &HashSet<u64>) -> Option<Instant> {
+        let state = self.lock();
+        let calls = state.calls.values().filter(|call| doomed.contains(&call.key));
+        // A stream that waits for ever is no reason to wait.
+        let calls =
+            calls.filter(|call| call.request.method() != "subscriptions/listen" && !call.is_given_up());
+        let ends = calls.map(|call| call.request.context().until().instant().unwrap_or(patience));
+        ends.filter(|end| *end > now).max()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads the list of tools, once for all that was said of it meanwhile.
+async fn read_tools_soon(connection: Weak<Inner>) {
+    sleep(DEBOUNCE).await;
+    let Some(inner) = connection.upgrade() else { return };
+    inner.is_listing.store(false, Ordering::Release);
+    super::session::read_tools(&inner).await;
+}
+
+/// Probes a silent server, and ends the connection if that fails, after the calls that still have time.
+async fn judge_silence(connection: Weak<Inner>) {
+    let Some(inner) = connection.upgrade() else { return };
+    let asking = inner.ask();
+    let heard = inner.times_heard();
+    drop(inner);
+    let answered = match asking {
+        Some((_, asking)) => asking.await.is_ok(),
+        None => true,
+    };
+    let patience = Instant::now() + PATIENCE;
+    let mut doomed: Option<HashSet<u64>> = None;
+    loop {
+        let Some(inner) = connection.upgrade() else { return };
+        let stirred = inner.stirred.notified();
+        tokio::pin!(stirred);
+        // Registered before it is looked at what happened.
+        stirred.as_mut().enable();
+        {
+            let mut state = inner.lock();
+            if answered || state.ended || state.heard != heard {
+                state.suspected = false;
+                return;
+            }
+            doomed.get_or_insert_with(|| state.calls.keys().copied().collect());
+        }
+        let calls = doomed.as_ref().map(|doomed| inner.last_deadline(Instant::now(), patience, doomed));
+        let Some(Some(until)) = calls else {
+            return inner.close("the server is silent and did not answer a probe");
+        };
+        tokio::select! {
+            () = stirred => {}
+            () = sleep_until(until) => {}
+        }
+    }
+}
+
+// ===== impl State =====
+
+impl State {
+    fn pause(&mut self, call: &Exchange) {
+        let progress = call.request.context().progress();
+        if let Some(progress) = progress.filter(|progress| progress.pauses_while_asking()) {
+            self.pauses.entry(call.key).or_insert_with(|| progress.pause());
+        }
+    }
+}
+
+// ===== impl Connection =====
+
+impl Connection {
+    /// The connection, once its handshake is done.
+    pub(super) fn new(
+        inner: Arc<Inner>,
+        peer: Peer<RoleClient>,
+        about: event::Peer,
+        running: Box<dyn Running>,
+    ) -> Self {
+        let _ = inner.peer.set(peer);
+        let _ = inner.about.set(about);
+        *lock(&inner.running) = Some(running);
+        if inner.lock().ended {
+            // It has ended meanwhile; nobody else ends this one.
+            let running = lock(&inner.running).take();
+            drop(running);
+        }
+        Self(Arc::new(Handle(inner)))
+    }
+
+    pub(super) fn inner(&self) -> &Arc<Inner> {
+        &self.0.0
+    }
+
+    /// The SDK's handle on this connection. What is sent by it is not seen here: no deadline, no retry, no check.
+    pub fn peer(&self) -> Option<Peer<RoleClient>> {
+        self.inner().peer().cloned()
+    }
+
+    /// Sends a notification, once.
+    ///
+    /// # Errors
+    ///
+    /// Not sent, if the connection is closed; ambiguous, if the transport failed.
+    pub async fn notify(&self, notification: impl Into<ClientNotification>) -> Result<(), CallError> {
+        let inner = self.inner();
+        let (None, Some(peer)) = (inner.closure(), inner.peer()) else {
+            return Err(CallError::not_sent(ServiceError::TransportClosed).connection_lost());
+        };
+        peer.send_notification(notification.into()).await.map_err(|error| match error {
+            ServiceError::TransportClosed => CallError::closed(error),
+            error => CallError::ambiguous(error),
+        })
+    }
+
+    /// How the connection closed, if it has.
+    pub fn closure(&self) -> Option<Closure> {
+        self.inner().closure()
+    }
+
+    /// Waits until the connection takes no calls any more, and says how it ended. The future does not keep it open.
+    pub fn closed(&self) -> impl Future<Output = Closure> + Send + 'static + use<> {
+        let mut closed = self.inner().closed.subscribe();
+        async move {
+            match closed.wait_for(Option::is_some).await.map(|closure| closure.clone()) {
+                Ok(Some(closure)) => closure,
+                _ => Closure::new("the connection was dropped"),
+            }
+        }
+    }
+
+    /// Closes the connection: calls in flight end at once.
+    pub fn close(&self) {
+        self.inner().close("the connection was closed by the client");
+    }
+
+    fn request(&self, request: Request) -> ResponseFuture {
+        let inner = self.inner();
+        if request.context().basis() == Basis::TrustedAnnotation && !inner.upholds(&request) {
+            return ResponseFuture::refused(Refusal::EffectChanged, &request);
+        }
+        if request.cursor().is_some_and(|cursor| !inner.takes_cursor(cursor)) {
+            return ResponseFuture::refused(Refusal::CursorOfAnotherSession, &request);
+        }
+        if request.context().activity().is_some_and(|activity| !activity.adopt()) {
+            let error = CallError::attempt_timeout(Delivery::NotSent);
+            let error = error.of_call(request.method(), effect_of(&request));
+            return ResponseFuture(Phase::Failed(error.with_request(request)));
+        }
+        if let Some(progress) = request.context().progress() {
+            progress.made();
+        }
+        let exchange = match inner.enter(request) {
+            Ok(exchange) => exchange,
+            Err(refused) => {
+                let (error, request) = *refused;
+                let error = error.of_call(request.method(), effect_of(&request));
+                if let Some(activity) = request.context().activity() {
+                    activity.withdrawn();
+                }
+                return ResponseFuture(Phase::Failed(error.with_request(request)));
+            }
+        };
+        let Some(peer) = inner.peer().cloned() else {
+            inner.leave(&exchange, None);
+            let closure = Closure::new("there is no connection yet");
+            return ResponseFuture(Phase::Failed(exchange.not_sent(&closure)));
+        };
+        let ticketed = exchange.ticketed();
+        let sending =
+            async move { peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await };
+        ResponseFuture(Phase::Waiting(Box::new(Waiting {
+            handle: Arc::clone(&self.0),
+            exchange,
+            sending: Some(Box::pin(sending)),
+            answer: None,
+            polled: false,
+        })))
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close("the last handle of the connection was dropped");
+    }
+}
+
+impl Clone for Connection {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").field("closure", &self.closure()).finish_non_exhaustive()
+    }
+}
+
+impl tower::Service<Request> for Connection {
+    type Response = ServerResult;
+    type Error = CallError;
+    type Future = ResponseFuture;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        Poll::Ready(match self.closure() {
+            Some(closure) => Err(CallError::of_closure(closure, Delivery::NotSent)),
+            None => Ok(()),
+        })
+    }
+
+    fn call(&mut self, request: Request) -> ResponseFuture {
+        self.request(request)
+    }
+}
+
+impl connection::Connection for Connection {
+    fn peer(&self) -> Option<event::Peer> {
+        self.inner().about.get().cloned()
+    }
+
+    fn has_process(&self) -> bool {
+        self.inner().process.is_some()
+    }
+
+    fn overlapped(&self) -> bool {
+        self.inner().process.as_ref().is_some_and(|process| process.overlapped)
+    }
+
+    fn stderr(&self) -> Vec<String> {
+        self.inner().stderr()
+    }
+
+    fn probe(&self) -> Option<(String, BoxFuture<Result<(), CallError>>)> {
+        let (name, asking) = self.inner().ask()?;
+        Some((name.to_owned(), asking))
+    }
+
+    fn close(&self) -> BoxFuture<()> {
+        let inner = self.inner();
+        let running = lock(&inner.running).take();
+        inner.close("the connection was closed by the client");
+        let exit = inner.process.as_ref().map(|process| process.exit.clone());
+        Box::pin(async move {
+            if let Some(running) = running {
+                running.close().await;
+            }
+            if let Some(mut exit) = exit {
+                // An error: the connector's task is gone, and nothing more will be known.
+                let _ = exit.wait_for(Option::is_some).await;
+            }
+        })
+    }
+}
+
+// ===== impl ResponseFuture =====
+
+/// The future of a call. It has no timer: see [`Connection`].
+#[must_use = "a call whose future is dropped is cancelled"]
+pub struct ResponseFuture(Phase);
+
+enum Phase {
+    Failed(CallError),
+    Waiting(Box<Waiting>),
+    /// Ended at its deadline with its frame taken; the server is told when nobody holds the future.
+    Expired(Box<Waiting>),
+    Done,
+}
+
+struct Waiting {
+    handle: Arc<Handle>,
+    exchange: Arc<Exchange>,
+    /// On its way into the SDK's queue.
+    sending: Option<BoxFuture<Result<RequestHandle<RoleClient>, ServiceError>>>,
+    answer: Option<RequestHandle<RoleClient>>,
+    polled: bool,
+}
+
+/// How a call has ended; `None`: its deadline passed, with the frame taken.
+type Waited = Option<Result<ServerResult, CallError>>;
+
+impl ResponseFuture {
+    fn refused(refusal: Refusal, request: &Request) -> Self {
+        let error = CallError::refused(refusal).of_call(request.method(), effect_of(request));
+        Self(Phase::Failed(error))
+    }
+}
+
+impl Waiting {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Waited> {
+        let first = !mem::replace(&mut self.polled, true);
+        if let Poll::Ready(outcome) = self.poll_answer(cx) {
+            return Poll::Ready(Some(outcome));
+        }
+        if let Some(error) = self.exchange.poll_end(cx) {
+            return Poll::Ready(Some(Err(error)));
+        }
+        self.poll_time(first)
+    }
+
+    /// What the SDK says.
+    fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<Result<ServerResult, CallError>> {
+        let inner = &self.handle.0;
+        if let Some(sending) = &mut self.sending {
+            let sent = ready!(sending.as_mut().poll(cx));
+            self.sending = None;
+            match sent {
+                Ok(answer) => self.answer = Some(answer),
+                // It never came into the queue, which closes with the connection.
+                Err(_) => {
+                    inner.close("the connection was closed");
+                    return match self.exchange.poll_end(cx) {
+                        Some(error) => Poll::Ready(Err(error)),
+                        None => Poll::Pending,
+                    };
+                }
+            }
+        }
+        let Some(answer) = &mut self.answer else { return Poll::Pending };
+        match ready!(Pin::new(&mut answer.rx).poll(cx)) {
+            Ok(Ok(result)) => Poll::Ready(Ok(result)),
+            Ok(Err(error)) => {
+                // A transport that counts bytes has closed the connection by then, and knows more.
+                if inner.kind == Kind::Pipe
+                    && matches!(error, ServiceError::TransportSend(_))
+                    && let Some(error) = self.exchange.poll_end(cx)
+                {
+                    return Poll::Ready(Err(error));
+                }
+                let bytes = inner.kind != Kind::Http;
+                let (judged, is_lost) = judge(error, &self.exchange, bytes);
+                let judged = match is_lost {
+                    true => judged.lost_with(inner.lost(&self.exchange)),
+                    false => judged,
+                };
+                if judged.scope() != Scope::Connection {
+                    return Poll::Ready(Err(judged));
+                }
+                match judged.get_ref::<HttpError>() {
+                    // The session is gone, over the user's own HTTP transport too.
+                    Some(_) => drop(inner.retire(SESSION_LOST)),
+                    None => inner.close("the transport failed"),
+                }
+                let closure = inner.closure();
+                Poll::Ready(Err(match &closure {
+                    Some(closure) => judged.at_closure(closure),
+                    None => judged,
+                }))
+            }
+            // The SDK's task has ended, and this is how it says so.
+            Err(_) => {
+                self.answer = None;
+                inner.close("the connection's task ended");
+                match self.exchange.poll_end(cx) {
+                    Some(error) => Poll::Ready(Err(error)),
+                    None => Poll::Pending,
+                }
+            }
+        }
+    }
+
+    /// What is known when the time is up.
+    fn poll_time(&mut self, first: bool) -> Poll<Waited> {
+        let exchange = &self.exchange;
+        let context = exchange.request.context();
+        let (deadline, until) = (context.until(), context.attempt_until());
+        if first || (!deadline.has_end() && until.is_none()) {
+            return Poll::Pending;
+        }
+        let now = Instant::now();
+        let at_deadline = deadline.is_past(now);
+        if !at_deadline && until.is_none_or(|at| now < at) {
+            return Poll::Pending;
+        }
+        if exchange.frame.withdraw() {
+            let error = if at_deadline {
+                // A request that waits for its turn here says nothing of the server.
+                if self.handle.0.kind != Kind::Http || exchange.is_begun() {
+                    self.handle.0.expired(exchange);
+                }
+                CallError::deadline(Delivery::NotSent)
+            } else {
+                CallError::attempt_timeout(Delivery::NotSent)
+            };
+            return Poll::Ready(Some(Err(exchange.hand_back(error))));
+        }
+        if at_deadline { Poll::Ready(None) } else { Poll::Pending }
+    }
+
+    /// Nobody waits any more: the server is told, over this very connection.
+    fn give_up(self) {
+        let Self { handle, exchange, answer, .. } = self;
+        let inner = &handle.0;
+        exchange.give_up();
+        if exchange.frame.withdraw() {
+            exchange.mark_withdrawn();
+            inner.leave(&exchange, None);
+            return;
+        }
+        inner.leave(&exchange, Some(Late::of_call(&exchange.request)));
+        let Some(answer) = answer.filter(|_| inner.closure().is_none()) else { return };
+        let runtime = inner.runtime.clone();
+        runtime.spawn(async move {
+            // The connection stays open until it is told.
+            let _handle = handle;
+            let _ = timeout(CANCEL, answer.cancel(Some(ABANDONED.to_owned()))).await;
+        });
+    }
+}
+
+impl Future for ResponseFuture {
+    type Output = Result<ServerResult, CallError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let waited = match &mut self.0 {
+            Phase::Waiting(waiting) => ready!(waiting.poll(cx)),
+            Phase::Failed(_) => match mem::replace(&mut self.0, Phase::Done) {
+                Phase::Failed(error) => return Poll::Ready(Err(error)),
+                _ => return Poll::Pending,
+            },
+            Phase::Expired(_) | Phase::Done => return Poll::Pending,
+        };
+        let Phase::Waiting(waiting) = mem::replace(&mut self.0, Phase::Done) else { return Poll::Pending };
+        let inner = &waiting.handle.0;
+        match waited {
+            Some(outcome) => {
+                inner.leave(&waiting.exchange, None);
+                Lesson::learn(inner, &waiting.exchange.request, &outcome);
+                Poll::Ready(outcome)
+            }
+            None => {
+                inner.expired(&waiting.exchange);
+                let error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
+                self.0 = Phase::Expired(waiting);
+                Poll::Ready(Err(error))
+            }
+        }
+    }
+}
+
+impl Drop for ResponseFuture {
+    fn drop(&mut self) {
+        match mem::replace(&mut self.0, Phase::Done) {
+            Phase::Waiting(waiting) | Phase::Expired(waiting) => waiting.give_up(),
+            Phase::Failed(_) | Phase::Done => {}
+        }
+    }
+}
+
+impl fmt::Debug for ResponseFuture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// The id as a number, as the SDK reads it: also where it was made a text.
+fn number_of(id: &RequestId) -> Option<i64> {
+    match id {
+        RequestId::Number(id) => Some(*id),
+        RequestId::String(id) => id.parse().ok(),
+    }
+}
+
+/// The token under which the server reports the progress of a request.
+pub(super) fn token_of(request: &ClientRequest) -> Option<ProgressToken> {
+    request.get_meta().get_progress_token()
+}

@@ -1,0 +1,400 @@
+//! What an end of a call says: taken apart by type, from what the transport saw and from the SDK's errors.
+
+use std::{
+    error::Error as StdError,
+    fmt,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use rmcp::{
+    ServiceError,
+    model::{ErrorCode, ErrorData},
+    transport::{DynamicTransportError, streamable_http_client::StreamableHttpError},
+};
+
+use super::{exchange::Exchange, transport::TransportError};
+use crate::{CallError, Cause, Closure, Delivery, Evidence, Outcome, Scope, ServerError};
+
+/// What the transport saw of a call that did not end with the server's answer.
+pub(super) enum Sight {
+    /// Not one byte of it was or will be written.
+    NotSent(HttpErrorKind),
+    /// A refusal, and how long the server asks to wait.
+    Evidence(Evidence, Option<Duration>, Option<u16>),
+    /// 401, and the credentials are others now: worth a repetition, if the call may be repeated.
+    Refreshed,
+    /// The server answered, with more than that many bytes.
+    TooLarge(usize),
+    /// Something that says nothing of what became of the call.
+    Odd(HttpErrorKind, Option<u16>),
+    /// The session is gone, after it had accepted the call.
+    SessionLost(Closure),
+}
+
+impl Sight {
+    /// Whether what ended the call is likely to have ended others: a server or its connection that is gone,
+    /// credentials that have run out.
+    fn may_be_shared(&self) -> bool {
+        match self {
+            Sight::NotSent(_) | Sight::Refreshed => true,
+            Sight::Odd(kind, _) => matches!(
+                kind,
+                HttpErrorKind::NoResponse | HttpErrorKind::BodyLost | HttpErrorKind::StreamEnded
+            ),
+            _ => false,
+        }
+    }
+}
+
+/// What was wrong with how an HTTP server answered a call. It is the [source](std::error::Error::source) of the
+/// [`CallError`], found by [`get_ref`](CallError::get_ref), and its own source is the SDK's error. Its text says
+/// nothing that the server or the caller supplied.
+pub struct HttpError {
+    kind: HttpErrorKind,
+    status: Option<u16>,
+    source: Option<ServiceError>,
+}
+
+/// See [`HttpError::kind`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HttpErrorKind {
+    /// No connection to the server could be made.
+    Connect,
+    /// The request could not be sent, or no response came.
+    NoResponse,
+    /// The response's body was cut or could not be read.
+    BodyLost,
+    /// The response's stream ended without an answer, and could not be resumed.
+    StreamEnded,
+    /// A status that says that the call failed.
+    Status,
+    /// A redirect: it is not followed, since it would take the session and the credentials somewhere else.
+    Redirect,
+    /// The server accepted the request and will not answer it (202 or 204).
+    NoAnswer,
+    /// What looks like the answer has another id, or none.
+    WrongId,
+    /// The response is no JSON-RPC message.
+    NotJsonRpc,
+    /// The response is neither JSON nor a stream of events.
+    ContentType,
+    /// The credentials were refused.
+    Unauthorized,
+    /// The server does not know the session.
+    SessionUnknown,
+}
+
+impl HttpErrorKind {
+    const fn text(self) -> &'static str {
+        match self {
+            Self::Connect => "cannot connect to the server",
+            Self::NoResponse => "the connection broke before a response came",
+            Self::BodyLost => "the response's body was cut",
+            Self::StreamEnded => "the response's stream ended without an answer",
+            Self::Status => "the server answered with an error status",
+            Self::Redirect => "the server redirects, which is not followed; use the address that it names",
+            Self::NoAnswer => "the server accepted the request without answering it",
+            Self::WrongId => "the server answered with an id that is not the request's",
+            Self::NotJsonRpc => "the response is no JSON-RPC message",
+            Self::ContentType => "the response is neither JSON nor a stream of events",
+            Self::Unauthorized => "the credentials were refused",
+            Self::SessionUnknown => "the server does not know the session",
+        }
+    }
+}
+
+impl HttpError {
+    pub(super) fn new(kind: HttpErrorKind, status: Option<u16>) -> Self {
+        Self { kind, status, source: None }
+    }
+
+    fn caused_by(mut self, source: Option<ServiceError>) -> Self {
+        self.source = source;
+        self
+    }
+
+    /// What was wrong.
+    pub fn kind(&self) -> HttpErrorKind {
+        self.kind
+    }
+
+    /// The response's status, where there was one and it is the reason.
+    pub fn status(&self) -> Option<u16> {
+        self.status
+    }
+
+    /// The SDK's error, where the SDK had one.
+    pub fn into_service_error(self) -> Option<ServiceError> {
+        self.source
+    }
+}
+
+impl fmt::Debug for HttpError {
+    /// Without the SDK's error, which may hold what the server said.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpError")
+            .field("kind", &self.kind)
+            .field("status", &self.status)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for HttpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.text())?;
+        self.status.map_or(Ok(()), |status| write!(f, " (HTTP {status})"))
+    }
+}
+
+impl StdError for HttpError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.source.as_ref().map(|source| source as _)
+    }
+}
+
+/// The text of this module's errors, which hold no secret.
+pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
+    if let Some(error) = error.downcast_ref::<HttpError>() {
+        return Some(error.to_string());
+    }
+    Some(error.downcast_ref::<super::InitializeError>()?.to_string())
+}
+
+/// What a call's end by the SDK's error says, after what the transport saw of it.
+///
+/// `bytes` says that the connection is one stream of bytes, which an error of the transport ends for all. Says too
+/// whether the call was lost by something that others may have been lost by.
+pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (CallError, bool) {
+    let mut is_lost = false;
+    let judged = match exchange.take_sight() {
+        Some(sight) => {
+            is_lost = sight.may_be_shared();
+            seen(sight, Some(error))
+        }
+        None => match error {
+            ServiceError::McpError(data) if is_lost_with_its_session(&data) => {
+                CallError::ambiguous(ServiceError::McpError(data))
+            }
+            ServiceError::McpError(data) => CallError::server(server_error(data)),
+            ServiceError::TransportSend(error) => return (unsent(error, exchange, bytes), false),
+            // The response's stream has ended. A connection that has ended says so by dropping the call.
+            ServiceError::TransportClosed => {
+                let source = HttpError::new(HttpErrorKind::StreamEnded, None);
+                CallError::ambiguous(source.caused_by(Some(ServiceError::TransportClosed)))
+            }
+            other => CallError::ambiguous(other),
+        },
+    };
+    (exchange.named(judged), is_lost)
+}
+
+/// What the transport's own word says.
+pub(super) fn seen(sight: Sight, error: Option<ServiceError>) -> CallError {
+    match sight {
+        Sight::NotSent(kind) => CallError::not_sent(HttpError::new(kind, None).caused_by(error)),
+        Sight::Evidence(evidence, wait, status) => {
+            let kind = match evidence {
+                Evidence::SessionUnknown => HttpErrorKind::SessionUnknown,
+                Evidence::Unauthorized | Evidence::Forbidden => HttpErrorKind::Unauthorized,
+                _ => HttpErrorKind::Status,
+            };
+            let judged = CallError::evidence(evidence, HttpError::new(kind, status).caused_by(error));
+            match wait {
+                Some(wait) => judged.after(wait),
+                None => judged,
+            }
+        }
+        Sight::Refreshed => {
+            let source = HttpError::new(HttpErrorKind::Unauthorized, Some(401)).caused_by(error);
+            CallError::not_processed(source).note("the credentials were refreshed")
+        }
+        Sight::TooLarge(limit) => {
+            CallError::new(Cause::AnswerTooLarge { limit }, Scope::Call, Some(Delivery::Answered))
+        }
+        Sight::Odd(kind, status) => CallError::ambiguous(HttpError::new(kind, status).caused_by(error)),
+        Sight::SessionLost(closure) => CallError::of_closure(closure, Delivery::Ambiguous)
+            .caused_by(HttpError::new(HttpErrorKind::SessionUnknown, Some(404)).caused_by(error)),
+    }
+}
+
+/// The SDK's HTTP transport, when it makes a session anew by itself, tells the calls that this cost in the words
+/// of a server, and marks them by nothing else. A server that really answers so is believed to have lost the call,
+/// which does no harm. Our own HTTP transport never does that, but [`Connector::new`](super::Connector::new) may
+/// be given one that does.
+fn is_lost_with_its_session(error: &ErrorData) -> bool {
+    error.code == ErrorCode::INTERNAL_ERROR
+        && error.data.is_none()
+        && error.message == "streamable HTTP session was re-initialized before the response arrived"
+}
+
+fn server_error(data: ErrorData) -> ServerError {
+    let error = ServerError::new(i64::from(data.code.0), data.message);
+    match data.data {
+        Some(data) => error.with_data(data),
+        None => error,
+    }
+}
+
+/// A transport that is not ours failed to send.
+fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> CallError {
+    let Some(of) = error.error.downcast_ref::<TransportError>() else {
+        return exchange.named(CallError::ambiguous(ServiceError::TransportSend(error)));
+    };
+    if of.withdrawn {
+        return exchange.hand_back(CallError::attempt_timeout(Delivery::NotSent));
+    }
+    let source = of.source.as_deref();
+    if let Some(sight) = source.and_then(foreign_http) {
+        return exchange.named(seen(sight, Some(ServiceError::TransportSend(error))));
+    }
+    let io = source.and_then(|source| source.downcast_ref::<std::io::Error>());
+    let never_sent = io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected);
+    // What is no error of a stream of bytes may be one of this call's alone, as over HTTP.
+    let judged = match (never_sent, bytes && io.is_some()) {
+        // The writer was gone before.
+        (true, _) => {
+            let judged = CallError::not_sent(ServiceError::TransportSend(error)).connection_lost();
+            return exchange.hand_back(judged);
+        }
+        (false, true) => CallError::closed(ServiceError::TransportSend(error)),
+        (false, false) => CallError::ambiguous(ServiceError::TransportSend(error)),
+    };
+    exchange.named(judged)
+}
+
+/// What the SDK's own HTTP transport says, where the user brings it.
+fn foreign_http(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Sight> {
+    let error = error.downcast_ref::<StreamableHttpError<reqwest::Error>>()?;
+    Some(match error {
+        StreamableHttpError::Client(error) if error.is_connect() => Sight::NotSent(HttpErrorKind::Connect),
+        StreamableHttpError::Client(error) if error.is_decode() || error.is_body() => {
+            Sight::Odd(HttpErrorKind::BodyLost, None)
+        }
+        StreamableHttpError::Client(_) | StreamableHttpError::SessionRecoveryTimeout => {
+            Sight::Odd(HttpErrorKind::NoResponse, None)
+        }
+        StreamableHttpError::HttpStatus(status) => {
+            let wait = status.retry_after.as_deref().and_then(|value| retry_after(value, SystemTime::now()));
+            of_status(status.status, wait)
+        }
+        StreamableHttpError::SessionExpired => Sight::Evidence(Evidence::SessionUnknown, None, Some(404)),
+        StreamableHttpError::AuthRequired(_) => Sight::Evidence(Evidence::Unauthorized, None, Some(401)),
+        StreamableHttpError::InsufficientScope(_) => Sight::Evidence(Evidence::Forbidden, None, Some(403)),
+        StreamableHttpError::ResponseBodyTooLarge { max_size } => Sight::TooLarge(*max_size),
+        StreamableHttpError::UnexpectedContentType(_) => Sight::Odd(HttpErrorKind::ContentType, None),
+        StreamableHttpError::UnexpectedServerResponse(_) => Sight::Odd(HttpErrorKind::NotJsonRpc, None),
+        _ => return None,
+    })
+}
+
+/// What a status says that no answer came with.
+pub(super) fn of_status(status: u16, wait: Option<Duration>) -> Sight {
+    let evidence = match status {
+        401 => Evidence::Unauthorized,
+        403 => Evidence::Forbidden,
+        408 => Evidence::RequestTimeout,
+        425 => Evidence::TooEarly,
+        429 => Evidence::TooManyRequests,
+        503 => Evidence::Unavailable,
+        300..=399 => return Sight::Odd(HttpErrorKind::Redirect, Some(status)),
+        _ => return Sight::Odd(HttpErrorKind::Status, Some(status)),
+    };
+    Sight::Evidence(evidence, wait, Some(status))
+}
+
+/// The wait that a `Retry-After` asks for, in seconds or until a date (RFC 9110, sections 10.2.3 and 5.6.7). A date
+/// that has passed is no wait.
+pub(super) fn retry_after(value: &str, now: SystemTime) -> Option<Duration> {
+    let value = value.trim();
+    if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) {
+        // More than can be counted is longer than any deadline.
+        return Some(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
+    }
+    let at = UNIX_EPOCH.checked_add(Duration::from_secs(http_date(value)?))?;
+    Some(at.duration_since(now).unwrap_or_default())
+}
+
+/// The seconds since 1970 of an IMF-fixdate, the one form that servers may write: `Sun, 06 Nov 1994 08:49:37 GMT`.
+fn http_date(value: &str) -> Option<u64> {
+    let (_, date) = value.split_once(", ")?;
+    let mut parts = date.split(' ');
+    let day: u64 = parts.next()?.parse().ok()?;
+    let months = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+    let name = parts.next()?;
+    let month = months.iter().position(|month| *month == name)? as u64 + 1;
+    let year: u64 = parts.next()?.parse().ok()?;
+    let mut time = parts.next()?.split(':').map(|part| part.parse::<u64>().ok());
+    let (hour, minute, second) = (time.next()??, time.next()??, time.next()??);
+    let whole = time.next().is_none() && parts.next() == Some("GMT") && parts.next().is_none();
+    let sane = (1..=31).contains(&day) && (1970..=9999).contains(&year);
+    if !whole || !sane || hour > 23 || minute > 59 || second > 60 {
+        return None;
+    }
+    // Days since 1970, by years that begin in March.
+    let (y, m) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let days = y * 365 + y / 4 - y / 100 + y / 400 + (m * 153 + 2) / 5 + day - 1;
+    let days = days.checked_sub(719_468)?;
+    Some(days * 86_400 + hour * 3_600 + minute * 60 + second)
+}
+
+/// Keeps signatures that have the SDK's error: an answer is what it is there, and everything else is a
+/// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside, whose text begins with what is known.
+impl From<CallError> for ServiceError {
+    fn from(error: CallError) -> Self {
+        // What is known of the rest must survive: the SDK's own errors cannot say it.
+        let error = match error.outcome() {
+            Outcome::Answered => match error.downcast::<ServiceError>() {
+                Ok(own) => return own,
+                Err(error) => error,
+            },
+            _ => error,
+        };
+        if let Some(answer) = error.answer() {
+            let code = i32::try_from(answer.code).unwrap_or(ErrorCode::INTERNAL_ERROR.0);
+            return ServiceError::McpError(ErrorData::new(
+                ErrorCode(code),
+                answer.message.clone(),
+                answer.data.clone(),
+            ));
+        }
+        ServiceError::TransportSend(DynamicTransportError::from_parts(
+            "goaround",
+            std::any::TypeId::of::<CallError>(),
+            Box::new(error),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_after_is_read_in_seconds_and_as_a_date() {
+        let now = UNIX_EPOCH + Duration::from_secs(784_111_777);
+        let read = |value| retry_after(value, now);
+        assert_eq!(read("7"), Some(Duration::from_secs(7)));
+        assert_eq!(read(" 0 "), Some(Duration::ZERO));
+        assert_eq!(read("99999999999999999999999"), Some(Duration::from_secs(u64::MAX)));
+        assert_eq!(read("Sun, 06 Nov 1994 08:49:37 GMT"), Some(Duration::ZERO));
+        assert_eq!(read("Sun, 06 Nov 1994 08:50:07 GMT"), Some(Duration::from_secs(30)));
+        assert_eq!(read("Sun, 06 Nov 1994 08:00:00 GMT"), Some(Duration::ZERO));
+        for odd in [
+            "",
+            "-1",
+            "1.5",
+            "soon",
+            "Sun, 06 Nov 1994 08:49:37 CET",
+            "Sun, 06 Nov 1994 08:49 GMT",
+            "Sun, 06",
+            "Sun, 40 Nov 1994 08:49:37 GMT",
+            "Sun, 06 Nov 0001 08:49:37 GMT",
+            "Sun, 06 Nov 1994 25:49:37 GMT",
+        ] {
+            assert_eq!(read(odd), None, "{odd}");
+        }
+        assert_eq!(http_date("Tue, 29 Feb 2000 00:00:00 GMT"), Some(951_782_400));
+        assert_eq!(http_date("Thu, 01 Jan 1970 00:00:00 GMT"), Some(0));
+    }
+}

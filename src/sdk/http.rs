@@ -1,0 +1,985 @@
+//! The HTTP client under the SDK's Streamable HTTP transport. Only here can be seen what a server really answered:
+//! the transport above drops answers that it cannot match, and folds statuses into texts.
+
+use std::{
+    collections::HashMap,
+    fmt, io,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    time::{Duration, SystemTime},
+};
+
+use bytes::Bytes;
+use futures_util::stream::{BoxStream, StreamExt};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, StatusCode,
+    header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE},
+};
+use http_body::{Body, Frame, SizeHint};
+use rmcp::{
+    model::{ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage},
+    transport::streamable_http_client::{
+        AuthRequiredError, HttpStatusError, InsufficientScopeError, SseError, StreamableHttpClient,
+        StreamableHttpClientTransport, StreamableHttpClientTransportConfig, StreamableHttpError,
+        StreamableHttpPostResponse, StreamableHttpResponseLimits,
+    },
+};
+use sse_stream::Sse;
+use tokio::time::{sleep, timeout};
+
+use super::{
+    connection::{Inner, SESSION_LOST},
+    evidence::{HttpErrorKind, Sight, of_status, retry_after},
+    exchange::Exchange,
+    sse::{Event, Parser},
+    transport::{Envelope, seen_elsewhere},
+};
+use crate::{BoxError, connection::BoxFuture};
+
+const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
+const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
+const JSON: &str = "application/json";
+const EVENTS: &str = "text/event-stream";
+const BOTH: &str = "application/json, text/event-stream";
+/// How many requests may be on their way at once, unless the caller says so.
+const MAX_POSTS: usize = 1024;
+/// How long a session may take to answer whether it is there.
+const EXAMINE: Duration = Duration::from_secs(5);
+/// After how long a response stream is resumed whose server does not say; then twice as long each time, up to that.
+const RESUME: Duration = Duration::from_millis(500);
+const RESUME_AT_MOST: Duration = Duration::from_secs(30);
+/// The longest that a server may ask to wait before it.
+const RESUME_AS_ASKED: Duration = Duration::from_secs(600);
+/// How long the standalone stream waits at most before it is asked for again.
+const LISTEN_AT_MOST: Duration = Duration::from_secs(60);
+
+type Failure = StreamableHttpError<reqwest::Error>;
+type Refresh = Arc<dyn Fn(Unauthorized) -> BoxFuture<Result<String, BoxError>> + Send + Sync>;
+
+// ===== impl Http =====
+
+/// Where an HTTP server is, and how to talk to it: an address, or the SDK's own configuration, by `into()`.
+///
+/// ```
+/// use goaround::sdk::{Connector, Http};
+/// use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
+///
+/// let config = StreamableHttpClientTransportConfig::with_uri("http://localhost:8000/mcp").auth_header("token");
+/// let _connector = Connector::http((), Http::from(config).resumptions(2));
+/// let _connector = Connector::http((), "http://localhost:8000/mcp");
+/// ```
+#[derive(Clone)]
+pub struct Http {
+    config: StreamableHttpClientTransportConfig,
+    client: Option<reqwest::Client>,
+    resumptions: usize,
+    credentials: Arc<Credentials>,
+    refresh: Option<Refresh>,
+}
+
+impl Http {
+    /// The server at that address.
+    pub fn new(url: impl Into<Arc<str>>) -> Self {
+        StreamableHttpClientTransportConfig::with_uri(url).into()
+    }
+
+    /// The HTTP client to use. Without one, connections are not kept for reuse, as in the SDK.
+    ///
+    /// A client that retries by itself makes attempts that nobody counts, and one that follows redirects takes the
+    /// session and the credentials along: switch both off (`reqwest::redirect::Policy::none()`). A timeout of the
+    /// client's ends long calls; the stack's deadlines are the better place.
+    #[must_use]
+    pub fn client(mut self, client: reqwest::Client) -> Self {
+        self.client = Some(client);
+        self
+    }
+
+    /// How often one response stream may be resumed by `Last-Event-ID` (versions up to 2025-11-25): by default 8, 0
+    /// for never. A resumption belongs to the attempt whose stream it is, and ends with it.
+    #[must_use]
+    pub fn resumptions(mut self, times: usize) -> Self {
+        self.resumptions = times;
+        self
+    }
+
+    pub(super) fn set_refresh(&mut self, refresh: Refresh) {
+        self.refresh = Some(refresh);
+    }
+
+    pub(super) fn validate(&self) -> Result<(), BoxError> {
+        match reqwest::Url::parse(&self.config.uri) {
+            Ok(url) if matches!(url.scheme(), "http" | "https") && url.has_host() => Ok(()),
+            _ => Err("the server's address is no http or https URL".into()),
+        }
+    }
+}
+
+impl From<StreamableHttpClientTransportConfig> for Http {
+    fn from(config: StreamableHttpClientTransportConfig) -> Self {
+        let credentials = Arc::new(Credentials::new(config.auth_header.clone()));
+        Self { config, client: None, resumptions: 8, credentials, refresh: None }
+    }
+}
+
+impl From<&str> for Http {
+    fn from(url: &str) -> Self {
+        Self::new(url)
+    }
+}
+
+impl From<String> for Http {
+    fn from(url: String) -> Self {
+        Self::new(url)
+    }
+}
+
+impl From<Arc<str>> for Http {
+    fn from(url: Arc<str>) -> Self {
+        Self::new(url)
+    }
+}
+
+impl fmt::Debug for Http {
+    // An address may hold secrets, and headers do.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Http").field("resumptions", &self.resumptions).finish_non_exhaustive()
+    }
+}
+
+/// The server has refused the credentials.
+#[derive(Clone)]
+pub struct Unauthorized {
+    challenge: Option<String>,
+}
+
+impl Unauthorized {
+    /// What the server says of how to get others (`WWW-Authenticate`).
+    pub fn challenge(&self) -> Option<&str> {
+        self.challenge.as_deref()
+    }
+}
+
+impl fmt::Debug for Unauthorized {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unauthorized").finish_non_exhaustive()
+    }
+}
+
+/// The SDK's transport over our client.
+pub(super) fn transport(
+    http: &Http,
+    inner: Arc<Inner>,
+) -> Result<StreamableHttpClientTransport<Client>, BoxError> {
+    let client = match &http.client {
+        Some(client) => client.clone(),
+        // A redirect is an error that says so. Idle connections are not kept: the SDK found that to stall.
+        None => reqwest::Client::builder()
+            .pool_max_idle_per_host(0)
+            .redirect(reqwest::redirect::Policy::none())
+            .build()?,
+    };
+    // What was sent by the SDK a second time nobody would count.
+    let mut config = http.config.clone().reinit_on_expired_session(false);
+    config.auth_header = None;
+    config.retry_config = Arc::new(Listening);
+    // Sixteen calls that take long would keep the seventeenth waiting, and with it the question whether the server
+    // is there. Who limits them on purpose says another number.
+    if config.max_concurrent_requests
+        == StreamableHttpClientTransportConfig::default().max_concurrent_requests
+    {
+        config.max_concurrent_requests = MAX_POSTS;
+    }
+    let client = Client {
+        client,
+        shared: Arc::new(Shared {
+            inner,
+            resumptions: http.resumptions,
+            credentials: Arc::clone(&http.credentials),
+            refresh: http.refresh.clone(),
+        }),
+    };
+    Ok(StreamableHttpClientTransport::with_client(client, config))
+}
+
+/// When the standalone stream of a session is asked for again. Response streams do not come here.
+#[derive(Debug)]
+struct Listening;
+
+impl rmcp::transport::common::client_side_sse::SseRetryPolicy for Listening {
+    fn retry(&self, times: usize) -> Option<Duration> {
+        Some(backoff(Duration::from_secs(1), times, LISTEN_AT_MOST))
+    }
+}
+
+fn backoff(first: Duration, times: usize, at_most: Duration) -> Duration {
+    let factor = u32::try_from(times).ok().and_then(|times| 2_u32.checked_pow(times)).unwrap_or(u32::MAX);
+    first.saturating_mul(factor).min(at_most)
+}
+
+// ===== impl Credentials =====
+
+/// The bearer token, refreshed once for all calls that it failed.
+struct Credentials {
+    token: Mutex<Token>,
+    refreshing: tokio::sync::Mutex<()>,
+}
+
+#[derive(Clone)]
+struct Token {
+    value: Option<String>,
+    number: u64,
+    /// It came from a refresh and has not been accepted yet.
+    is_unproved: bool,
+}
+
+impl Credentials {
+    fn new(value: Option<String>) -> Self {
+        let token = Token { value, number: 0, is_unproved: false };
+        Self { token: Mutex::new(token), refreshing: tokio::sync::Mutex::new(()) }
+    }
+
+    fn current(&self) -> Token {
+        self.lock().clone()
+    }
+
+    /// The token of that number was accepted.
+    fn accepted(&self, number: u64) {
+        let mut token = self.lock();
+        if token.number == number {
+            token.is_unproved = false;
+        }
+    }
+
+    /// The token was refused: gets another one, once for all that wait. `false`: there is no way, or the one that
+    /// was got last has been refused in turn.
+    async fn refresh(&self, refused: &Token, refresh: &Refresh, challenge: Option<String>) -> bool {
+        let _turn = self.refreshing.lock().await;
+        {
+            let mut token = self.lock();
+            if token.number != refused.number {
+                return true;
+            }
+            if std::mem::take(&mut token.is_unproved) {
+                return false;
+            }
+        }
+        let fresh = match refresh(Unauthorized { challenge }).await {
+            Ok(fresh) => fresh,
+            Err(_) => return false,
+        };
+        let mut token = self.lock();
+        *token = Token { value: Some(fresh), number: refused.number + 1, is_unproved: true };
+        true
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Token> {
+        self.token.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// ===== impl Client =====
+
+/// The HTTP client of one connection.
+#[derive(Clone)]
+pub(super) struct Client {
+    client: reqwest::Client,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    inner: Arc<Inner>,
+    resumptions: usize,
+    credentials: Arc<Credentials>,
+    refresh: Option<Refresh>,
+}
+
+/// What all requests of one exchange with the server have in common.
+#[derive(Clone)]
+struct Line {
+    uri: Arc<str>,
+    session: Option<Arc<str>>,
+    headers: HashMap<HeaderName, HeaderValue>,
+    limits: StreamableHttpResponseLimits,
+}
+
+/// What is posted.
+struct Letter {
+    body: Bytes,
+    exchange: Option<Arc<Exchange>>,
+    /// The request's id; `None` for what no answer is expected to.
+    id: Option<RequestId>,
+    /// The handshake's own, which the SDK examines itself.
+    is_handshake: bool,
+    is_discover: bool,
+}
+
+impl Letter {
+    fn of(message: &ClientJsonRpcMessage) -> Result<Self, Failure> {
+        let body = serde_json::to_vec(message)?.into();
+        let (id, is_handshake, is_discover) = match message {
+            ClientJsonRpcMessage::Request(request) => {
+                let is_discover = matches!(request.request, ClientRequest::DiscoverRequest(_));
+                let is_initialize = matches!(request.request, ClientRequest::InitializeRequest(_));
+                (Some(request.id.clone()), is_discover || is_initialize, is_discover)
+            }
+            _ => (None, false, false),
+        };
+        Ok(Self { body, exchange: Exchange::of(message), id, is_handshake, is_discover })
+    }
+
+    /// Notes what was seen of the call, if it is one.
+    fn saw(&self, sight: Sight) {
+        if let Some(exchange) = &self.exchange {
+            exchange.saw(sight);
+        }
+    }
+}
+
+impl Client {
+    fn request(&self, method: http::Method, line: &Line, token: &Token) -> reqwest::RequestBuilder {
+        let mut headers: HeaderMap = line.headers.clone().into_iter().collect();
+        headers.insert(ACCEPT, HeaderValue::from_static(BOTH));
+        let mut request = self.client.request(method, &*line.uri).headers(headers);
+        if let Some(session) = &line.session {
+            request = request.header(SESSION_ID, &**session);
+        }
+        match &token.value {
+            Some(token) => request.bearer_auth(token),
+            None => request,
+        }
+    }
+
+    async fn post(&self, line: Line, letter: Letter) -> Result<StreamableHttpPostResponse, Failure> {
+        if let Some(exchange) = &letter.exchange {
+            exchange.set_begun();
+        }
+        loop {
+            let token = self.shared.credentials.current();
+            let taken = Arc::new(AtomicBool::new(false));
+            let body = Letterbody {
+                bytes: Some(letter.body.clone()),
+                exchange: letter.exchange.clone(),
+                taken: Arc::clone(&taken),
+            };
+            let request = self
+                .request(http::Method::POST, &line, &token)
+                .header(CONTENT_TYPE, HeaderValue::from_static(JSON))
+                .body(reqwest::Body::wrap(body));
+            let response = match request.send().await {
+                Ok(response) => response,
+                Err(error) => {
+                    letter.saw(match (taken.load(Ordering::Acquire), error.is_connect()) {
+                        (false, true) => Sight::NotSent(HttpErrorKind::Connect),
+                        (false, false) => Sight::NotSent(HttpErrorKind::NoResponse),
+                        (true, _) => Sight::Odd(HttpErrorKind::NoResponse, None),
+                    });
+                    return Err(lost(error));
+                }
+            };
+            self.shared.inner.heard();
+            if response.status() != StatusCode::UNAUTHORIZED {
+                self.shared.credentials.accepted(token.number);
+                return self.posted(line, letter, response).await;
+            }
+            let are_others = self.refresh(&token, response.headers()).await;
+            // What is not a call of anybody's is sent again here.
+            if are_others && letter.exchange.is_none() {
+                continue;
+            }
+            letter.saw(if are_others { Sight::Refreshed } else { of_status(401, None) });
+            return Err(auth_required(header(response.headers(), &WWW_AUTHENTICATE)));
+        }
+    }
+
+    /// Whether there are other credentials now than those that were refused.
+    async fn refresh(&self, refused: &Token, headers: &HeaderMap) -> bool {
+        let Some(refresh) = &self.shared.refresh else { return false };
+        let challenge = header(headers, &WWW_AUTHENTICATE);
+        self.shared.credentials.refresh(refused, refresh, challenge).await
+    }
+
+    /// What the response to a post says.
+    async fn posted(
+        &self,
+        line: Line,
+        letter: Letter,
+        response: reqwest::Response,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let status = response.status();
+        let wait = header(response.headers(), &RETRY_AFTER);
+        if status == StatusCode::NOT_FOUND && line.session.is_some() {
+            self.lose_session();
+            letter.saw(session_unknown(404));
+            return Err(StreamableHttpError::SessionExpired);
+        }
+        let Some(id) = letter.id.clone() else {
+            return match status.is_success() {
+                true => Ok(StreamableHttpPostResponse::Accepted),
+                false => Err(failed(status, wait)),
+            };
+        };
+        if matches!(status, StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
+            letter.saw(Sight::Odd(HttpErrorKind::NoAnswer, Some(status.as_u16())));
+            return Err(StreamableHttpError::UnexpectedServerResponse("accepted, and not answered".into()));
+        }
+        let kind = content_type(response.headers());
+        let session = header(response.headers(), &SESSION_ID);
+        if status.is_success() && kind == ContentType::Events {
+            let stream = self.answer_stream(line, &letter, response);
+            return Ok(StreamableHttpPostResponse::Sse(stream, session));
+        }
+        // These say by their status alone that the request was refused; their body is a gateway's as often as not.
+        if matches!(status.as_u16(), 300..=399 | 403 | 408 | 425 | 429 | 503) {
+            let parsed = wait.as_deref().and_then(|wait| retry_after(wait, SystemTime::now()));
+            letter.saw(of_status(status.as_u16(), parsed));
+            return Err(match status {
+                StatusCode::FORBIDDEN => forbidden(response.headers()),
+                _ => failed(status, wait),
+            });
+        }
+        if kind != ContentType::Json {
+            if let Some(instead) = instead_of_discover(&letter, &line, status, None) {
+                return Ok(instead);
+            }
+            if !status.is_success() {
+                if status == StatusCode::BAD_REQUEST && self.examine(&line).await {
+                    letter.saw(session_unknown(400));
+                    return Err(StreamableHttpError::SessionExpired);
+                }
+                letter.saw(of_status(status.as_u16(), None));
+                return Err(failed(status, wait));
+            }
+            letter.saw(Sight::Odd(HttpErrorKind::ContentType, None));
+            return Err(StreamableHttpError::UnexpectedContentType(None));
+        }
+
+        let limit = line.limits.max_json_response_size;
+        let body = match read_body(response, limit, &self.shared.inner).await {
+            Ok(body) => body,
+            Err(ReadError::TooLarge) => {
+                letter.saw(match status.is_success() {
+                    true => Sight::TooLarge(limit),
+                    false => of_status(status.as_u16(), None),
+                });
+                return Err(StreamableHttpError::ResponseBodyTooLarge { max_size: limit });
+            }
+            Err(ReadError::Lost(error)) => {
+                letter.saw(match status.is_success() {
+                    true => Sight::Odd(HttpErrorKind::BodyLost, None),
+                    false => of_status(status.as_u16(), None),
+                });
+                return Err(lost(error));
+            }
+        };
+        let envelope = Envelope::of(&body).filter(Envelope::is_answer);
+        // Servers that do not know a session often say so, and not by 404. Only the session itself can tell.
+        if status == StatusCode::BAD_REQUEST && !letter.is_handshake && self.examine(&line).await {
+            letter.saw(session_unknown(400));
+            return Err(StreamableHttpError::SessionExpired);
+        }
+        if let Some(envelope) = &envelope
+            && (envelope.answers(&id) || letter.is_handshake)
+        {
+            if letter.is_discover && envelope.is_error() {
+                let error = serde_json::from_slice(&body).ok().and_then(error_of);
+                if let Some(instead) = instead_of_discover(&letter, &line, status, error) {
+                    return Ok(instead);
+                }
+            }
+            if let Ok(message) = serde_json::from_slice(&body) {
+                return Ok(StreamableHttpPostResponse::Json(message, session));
+            }
+        }
+        if let Some(instead) = instead_of_discover(&letter, &line, status, None) {
+            return Ok(instead);
+        }
+        let odd = match &envelope {
+            Some(envelope) if !envelope.answers(&id) => HttpErrorKind::WrongId,
+            _ if !status.is_success() => HttpErrorKind::Status,
+            _ => HttpErrorKind::NotJsonRpc,
+        };
+        letter.saw(Sight::Odd(odd, (!status.is_success()).then_some(status.as_u16())));
+        Err(match status.is_success() {
+            true => StreamableHttpError::UnexpectedServerResponse("no answer to the request".into()),
+            false => failed(status, wait),
+        })
+    }
+
+    /// The session is gone: no call is given to this connection any more.
+    fn lose_session(&self) -> crate::Closure {
+        self.shared.inner.retire(SESSION_LOST)
+    }
+
+    /// Whether the session is gone: a `ping` on it is answered with 400 or 404.
+    async fn examine(&self, line: &Line) -> bool {
+        const PING: &[u8] = br#"{"jsonrpc":"2.0","id":"goaround-probe","method":"ping"}"#;
+        if line.session.is_none() {
+            return false;
+        }
+        if self.shared.inner.has_lost_session() {
+            return true;
+        }
+        let token = self.shared.credentials.current();
+        let request = self
+            .request(http::Method::POST, line, &token)
+            .header(CONTENT_TYPE, HeaderValue::from_static(JSON))
+            .body(PING);
+        let gone = match timeout(EXAMINE, request.send()).await {
+            Ok(Ok(response)) => matches!(response.status().as_u16(), 400 | 404),
+            _ => false,
+        };
+        if gone {
+            self.lose_session();
+        }
+        gone
+    }
+
+    /// Asks for a stream of events.
+    async fn get(&self, line: &Line, last_event_id: Option<&str>) -> Result<reqwest::Response, Failure> {
+        let response = loop {
+            let token = self.shared.credentials.current();
+            let mut request = self.request(http::Method::GET, line, &token);
+            if let Some(id) = last_event_id {
+                request = request.header(LAST_EVENT_ID, id);
+            }
+            let response = request.send().await.map_err(lost)?;
+            self.shared.inner.heard();
+            if response.status() != StatusCode::UNAUTHORIZED
+                || !self.refresh(&token, response.headers()).await
+            {
+                break response;
+            }
+        };
+        let wait = header(response.headers(), &RETRY_AFTER);
+        match response.status() {
+            StatusCode::METHOD_NOT_ALLOWED => Err(StreamableHttpError::ServerDoesNotSupportSse),
+            StatusCode::UNAUTHORIZED => Err(auth_required(header(response.headers(), &WWW_AUTHENTICATE))),
+            StatusCode::FORBIDDEN => Err(forbidden(response.headers())),
+            StatusCode::NOT_FOUND if line.session.is_some() => Err(StreamableHttpError::SessionExpired),
+            status if !status.is_success() => Err(failed(status, wait)),
+            _ if content_type(response.headers()) != ContentType::Events => {
+                Err(StreamableHttpError::UnexpectedContentType(None))
+            }
+            _ => Ok(response),
+        }
+    }
+
+    /// The stream of a response, resumed where it breaks, as one stream without ids.
+    fn answer_stream(
+        &self,
+        line: Line,
+        letter: &Letter,
+        response: reqwest::Response,
+    ) -> BoxStream<'static, Result<Sse, SseError>> {
+        let answer = Answering {
+            client: self.clone(),
+            parser: Parser::new(line.limits.max_sse_event_size),
+            line,
+            exchange: letter.exchange.clone(),
+            id: letter.id.clone(),
+            is_handshake: letter.is_handshake,
+            response: Some(response),
+            last_event_id: None,
+            retry: None,
+            resumed: 0,
+            over: false,
+        };
+        futures_util::stream::unfold(answer, |mut answer| async move {
+            let event = answer.next().await?;
+            Some((Ok(event), answer))
+        })
+        .boxed()
+    }
+}
+
+impl StreamableHttpClient for Client {
+    type Error = reqwest::Error;
+
+    async fn post_message(
+        &self,
+        uri: Arc<str>,
+        message: ClientJsonRpcMessage,
+        session_id: Option<Arc<str>>,
+        auth_header: Option<String>,
+        custom_headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let limits = StreamableHttpResponseLimits::default();
+        self.post_message_with_response_limits(uri, message, session_id, auth_header, custom_headers, limits)
+            .await
+    }
+
+    async fn post_message_with_response_limits(
+        &self,
+        uri: Arc<str>,
+        message: ClientJsonRpcMessage,
+        session: Option<Arc<str>>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+        limits: StreamableHttpResponseLimits,
+    ) -> Result<StreamableHttpPostResponse, Failure> {
+        let letter = Letter::of(&message)?;
+        self.post(Line { uri, session, headers, limits }, letter).await
+    }
+
+    async fn delete_session(
+        &self,
+        uri: Arc<str>,
+        session: Arc<str>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<(), Failure> {
+        if self.shared.inner.has_lost_session() {
+            // There is nothing to end.
+            return Ok(());
+        }
+        let limits = StreamableHttpResponseLimits::default();
+        let line = Line { uri, session: Some(session), headers, limits };
+        let token = self.shared.credentials.current();
+        let request = self.request(http::Method::DELETE, &line, &token);
+        match request.send().await.map_err(lost)?.status() {
+            status if status.is_success() => Ok(()),
+            // Gone already, or kept by a server that does not let it go.
+            StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_FOUND => Ok(()),
+            status => Err(failed(status, None)),
+        }
+    }
+
+    async fn get_stream(
+        &self,
+        uri: Arc<str>,
+        session_id: Option<Arc<str>>,
+        last_event_id: Option<String>,
+        auth_header: Option<String>,
+        custom_headers: HashMap<HeaderName, HeaderValue>,
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failure> {
+        let limit = StreamableHttpResponseLimits::default().max_sse_event_size;
+        self.get_stream_with_max_sse_event_size(
+            uri,
+            session_id,
+            last_event_id,
+            auth_header,
+            custom_headers,
+            limit,
+        )
+        .await
+    }
+
+    async fn get_stream_with_max_sse_event_size(
+        &self,
+        uri: Arc<str>,
+        session: Option<Arc<str>>,
+        last_event_id: Option<String>,
+        _: Option<String>,
+        headers: HashMap<HeaderName, HeaderValue>,
+        limit: usize,
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failure> {
+        let limits = StreamableHttpResponseLimits::default();
+        let line = Line { uri, session, headers, limits };
+        if self.shared.inner.has_lost_session() {
+            // Not to be asked for again.
+            return Err(StreamableHttpError::ServerDoesNotSupportSse);
+        }
+        let response = self.get(&line, last_event_id.as_deref()).await?;
+        let inner = Arc::clone(&self.shared.inner);
+        let stream = (response, Parser::new(limit), inner, false);
+        let stream =
+            futures_util::stream::unfold(stream, |(mut response, mut parser, inner, over)| async move {
+                if over {
+                    return None;
+                }
+                loop {
+                    if let Some(event) = parser.next() {
+                        return Some((Ok(sse(event)), (response, parser, inner, false)));
+                    }
+                    let error: BoxError = match response.chunk().await {
+                        Ok(Some(chunk)) => {
+                            inner.heard();
+                            match parser.read(&chunk) {
+                                Ok(()) => continue,
+                                Err(_) => io::Error::from(io::ErrorKind::InvalidData).into(),
+                            }
+                        }
+                        Ok(None) => return None,
+                        Err(error) => error.without_url().into(),
+                    };
+                    return Some((Err(SseError::Body(error)), (response, parser, inner, true)));
+                }
+            });
+        Ok(stream.boxed())
+    }
+}
+
+fn sse(event: Event) -> Sse {
+    Sse {
+        event: Some(event.kind).filter(|kind| !kind.is_empty()),
+        data: Some(event.data).filter(|data| !data.trim().is_empty()),
+        id: event.id,
+        retry: event.retry,
+    }
+}
+
+// ===== impl Answering =====
+
+/// The stream that answers a post, and its resumptions.
+struct Answering {
+    client: Client,
+    line: Line,
+    exchange: Option<Arc<Exchange>>,
+    id: Option<RequestId>,
+    is_handshake: bool,
+    response: Option<reqwest::Response>,
+    parser: Parser,
+    last_event_id: Option<String>,
+    retry: Option<Duration>,
+    resumed: usize,
+    over: bool,
+}
+
+impl Answering {
+    /// The next message for the SDK. After the answer there is none.
+    async fn next(&mut self) -> Option<Sse> {
+        while !self.over {
+            while let Some(event) = self.parser.next() {
+                if let Some(event) = self.read(event) {
+                    return Some(event);
+                }
+            }
+            let Some(response) = &mut self.response else {
+                self.resume().await;
+                continue;
+            };
+            match response.chunk().await {
+                Ok(Some(chunk)) => {
+                    self.client.shared.inner.heard();
+                    if self.parser.read(&chunk).is_err() {
+                        let limit = self.line.limits.max_sse_event_size;
+                        return self.end_oddly(Sight::TooLarge(limit));
+                    }
+                }
+                // What is there of an event is none.
+                Ok(None) | Err(_) => {
+                    self.response = None;
+                    self.parser = Parser::new(self.line.limits.max_sse_event_size);
+                }
+            }
+        }
+        None
+    }
+
+    /// What an event is for the SDK, if anything.
+    fn read(&mut self, event: Event) -> Option<Sse> {
+        if let Some(retry) = event.retry {
+            self.retry = Some(Duration::from_millis(retry).min(RESUME_AS_ASKED));
+        }
+        if let Some(id) = &event.id {
+            self.last_event_id = Some(id.clone()).filter(|id| !id.is_empty());
+        }
+        if !event.is_message() {
+            return None;
+        }
+        let envelope = Envelope::of(event.data.as_bytes())?;
+        if envelope.is_answer() {
+            let answers = self.id.as_ref().is_some_and(|id| envelope.answers(id));
+            if !answers && !self.is_handshake {
+                return self.end_oddly(Sight::Odd(HttpErrorKind::WrongId, None));
+            }
+            if serde_json::from_str::<ServerJsonRpcMessage>(&event.data).is_err() {
+                return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None));
+            }
+            self.end();
+        }
+        Some(Sse { data: Some(event.data), ..Sse::default() })
+    }
+
+    fn end(&mut self) {
+        self.over = true;
+        self.response = None;
+    }
+
+    /// Ends the call with what was seen. The SDK is told in words that it knows.
+    fn end_oddly(&mut self, sight: Sight) -> Option<Sse> {
+        self.end();
+        self.saw(sight);
+        let id = self.id.clone()?;
+        let data = serde_json::to_string(&seen_elsewhere(id)).ok()?;
+        Some(Sse { data: Some(data), ..Sse::default() })
+    }
+
+    fn saw(&self, sight: Sight) {
+        if let Some(exchange) = &self.exchange {
+            exchange.saw(sight);
+        }
+    }
+
+    /// The stream has broken: asks for what is left of it, or ends it.
+    async fn resume(&mut self) {
+        let abandoned = self.exchange.as_ref().is_some_and(|exchange| exchange.is_given_up());
+        // From 2026-07-28 on a stream that has broken is gone.
+        let may = self.resumed < self.client.shared.resumptions
+            && !abandoned
+            && !self.client.shared.inner.is_modern();
+        let Some(last) = self.last_event_id.clone().filter(|_| may) else {
+            self.saw(Sight::Odd(HttpErrorKind::StreamEnded, None));
+            return self.end();
+        };
+        let wait = self.retry.unwrap_or_else(|| backoff(RESUME, self.resumed, RESUME_AT_MOST));
+        self.resumed += 1;
+        sleep(wait).await;
+        match self.client.get(&self.line, Some(&last)).await {
+            Ok(response) => self.response = Some(response),
+            Err(StreamableHttpError::SessionExpired) => {
+                let closure = self.client.lose_session();
+                self.saw(Sight::SessionLost(closure));
+                self.end();
+            }
+            Err(
+                StreamableHttpError::ServerDoesNotSupportSse
+                | StreamableHttpError::AuthRequired(_)
+                | StreamableHttpError::InsufficientScope(_),
+            ) => {
+                self.saw(Sight::Odd(HttpErrorKind::StreamEnded, None));
+                self.end();
+            }
+            // Again, as long as there are resumptions left.
+            Err(_) => {}
+        }
+    }
+}
+
+// ===== impl Letterbody =====
+
+/// A request's body: whoever takes it takes the call's frame.
+struct Letterbody {
+    bytes: Option<Bytes>,
+    exchange: Option<Arc<Exchange>>,
+    taken: Arc<AtomicBool>,
+}
+
+impl Body for Letterbody {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let Some(bytes) = self.bytes.take() else { return Poll::Ready(None) };
+        if let Some(exchange) = &self.exchange {
+            if !exchange.frame.take() {
+                return Poll::Ready(Some(Err(io::Error::other("withdrawn"))));
+            }
+            // What is left between here and the socket is the HTTP library's buffer and no queue.
+            exchange.mark_sent();
+        }
+        self.taken.store(true, Ordering::Release);
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.bytes.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+    }
+}
+
+// ===== responses =====
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ContentType {
+    Json,
+    Events,
+    Other,
+}
+
+fn content_type(headers: &HeaderMap) -> ContentType {
+    let Some(value) = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
+        return ContentType::Other;
+    };
+    let kind = value.split(';').next().unwrap_or_default().trim();
+    if kind.eq_ignore_ascii_case(JSON) {
+        ContentType::Json
+    } else if kind.eq_ignore_ascii_case(EVENTS) {
+        ContentType::Events
+    } else {
+        ContentType::Other
+    }
+}
+
+fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}
+
+fn session_unknown(status: u16) -> Sight {
+    Sight::Evidence(crate::Evidence::SessionUnknown, None, Some(status))
+}
+
+/// Addresses may hold secrets.
+fn lost(error: reqwest::Error) -> Failure {
+    StreamableHttpError::Client(error.without_url())
+}
+
+fn failed(status: StatusCode, wait: Option<String>) -> Failure {
+    StreamableHttpError::HttpStatus(HttpStatusError::new(status.as_u16(), wait))
+}
+
+fn auth_required(challenge: Option<String>) -> Failure {
+    StreamableHttpError::AuthRequired(AuthRequiredError::new(challenge.unwrap_or_default()))
+}
+
+fn forbidden(headers: &HeaderMap) -> Failure {
+    let challenge = header(headers, &WWW_AUTHENTICATE).unwrap_or_default();
+    StreamableHttpError::InsufficientScope(InsufficientScopeError::new(challenge, None))
+}
+
+/// In the mode `Auto` the SDK begins with `server/discover`, and goes on with the handshake where the server's
+/// refusal is an error with the request's own id. Many refuse it otherwise.
+fn instead_of_discover(
+    letter: &Letter,
+    line: &Line,
+    status: StatusCode,
+    error: Option<ErrorData>,
+) -> Option<StreamableHttpPostResponse> {
+    if !letter.is_discover || line.session.is_some() || !status.is_client_error() {
+        return None;
+    }
+    let error = error.unwrap_or_else(|| ErrorData::invalid_request("server/discover was refused", None));
+    let message = ServerJsonRpcMessage::error(error, letter.id.clone());
+    Some(StreamableHttpPostResponse::Json(message, None))
+}
+
+fn error_of(message: ServerJsonRpcMessage) -> Option<ErrorData> {
+    match message {
+        ServerJsonRpcMessage::Error(error) => Some(error.error),
+        _ => None,
+    }
+}
+
+enum ReadError {
+    TooLarge,
+    Lost(reqwest::Error),
+}
+
+async fn read_body(
+    mut response: reqwest::Response,
+    limit: usize,
+    inner: &Inner,
+) -> Result<Vec<u8>, ReadError> {
+    if response.content_length().is_some_and(|length| length > limit as u64) {
+        return Err(ReadError::TooLarge);
+    }
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(ReadError::Lost)? {
+        inner.heard();
+        if body.len() + chunk.len() > limit {
+            return Err(ReadError::TooLarge);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}

@@ -1,0 +1,125 @@
+//! MCP servers behind the client of the official Rust SDK, `rmcp`: the same stack, over stdio, Streamable HTTP and any
+//! other transport of the SDK. Feature `rmcp`.
+//!
+//! The SDK's client has one error for a call that was never queued and one that was lost in flight, its typed methods
+//! take no time limit, it drops answers that it cannot match (their callers wait for ever), and over HTTP it sends
+//! requests a second time after a lost session, writes too. Here each call ends by its deadline with what is known of
+//! it, a closed connection is made anew, and a write is sent again only on named evidence.
+//!
+//! # A tool loop, before and after
+//!
+//! On the SDK alone, a server that restarts ends the loop, and a call whose answer is lost ends it without a word of
+//! what has become of it:
+//!
+//! ```no_run
+//! # use rmcp::{ServiceExt, model::*, transport::StreamableHttpClientTransport};
+//! # fn wanted() -> Option<CallToolRequestParams> { None }
+//! # fn tell(_: CallToolResult) {}
+//! # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+//! let server = ().serve(StreamableHttpClientTransport::from_uri("http://localhost:8000/mcp")).await?;
+//! while let Some(call) = wanted() {
+//!     // May wait for ever. May have been sent twice. An error here: was it done or not?
+//!     tell(server.call_tool(call).await?);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! With the stack in between, the same loop goes on over restarts. What the model is told begins with what is known,
+//! "outcome UNKNOWN: …" where it must look before it repeats:
+//!
+//! ```no_run
+//! # use std::time::Duration;
+//! # use rmcp::model::*;
+//! use goaround::{Stack, WriteSafetyLayer, mcp::{ToolRules, checks}, sdk::{self, Client, Connector}};
+//!
+//! # fn wanted() -> Option<CallToolRequestParams> { None }
+//! # fn tell(_: CallToolResult) {}
+//! # async fn run() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+//! let rules = ToolRules::new().read_only(["list_invoices"]); // every other tool is a write
+//! let check = checks::read_back("create_invoice")
+//!     .by_tool("list_invoices")
+//!     .argument("/customer", "/customer")
+//!     .some("/structuredContent/invoices", "/token", "/token");
+//! let server: Client = Stack::builder(Connector::http((), "http://localhost:8000/mcp").tools(rules))
+//!     .deadline(Duration::from_secs(120))
+//!     .writes(WriteSafetyLayer::new(sdk::check(check)))
+//!     .build()?;
+//! while let Some(call) = wanted() {
+//!     tell(sdk::tool_result(server.call_tool(call).await));
+//! }
+//! server.shutdown(Duration::from_secs(5)).await;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The example `agent_host` is such a loop as a whole program, against a command or a URL. Where signatures have the
+//! SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error as it is, and everything
+//! else inside a `ServiceError::TransportSend` whose text begins with what is known.
+//!
+//! # What the end of a call says
+//!
+//! Over the pipes of a child process all that [`crate::jsonrpc`] says holds here too, to the byte: a frame that was
+//! still queued is withdrawn and was not sent, one that was cut was not processed, and of everything else a closure
+//! makes a doubt. The closure is seen at the child's exit or the end of its output, and not when the SDK has waited
+//! for the child.
+//!
+//! Over HTTP a call has a response of its own, and what is lost with that concerns this call alone:
+//!
+//! | what came of the POST | evidence | connection |
+//! |---|---|---|
+//! | no connection, or the request's body was never taken | not sent | goes on |
+//! | 401, 403 | not processed; see [`Connector::on_unauthorized`] | goes on |
+//! | 425, 429 | not processed; `Retry-After` is heeded, in seconds or as a date | goes on |
+//! | 408, 503 | probably not processed: reads are attempted again, a write is in doubt | goes on |
+//! | 404 to a request with our session's id, whatever its body | probably not processed | a new session |
+//! | 400 to a request with our session's id, and a `ping` on that session gets 400 or 404 too | the same | a new session |
+//! | a result or an error with the request's id | the answer | goes on |
+//! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; redirects, other statuses, other contents | none: the call is in doubt | goes on |
+//!
+//! They all end the call at once; [`HttpError`] says which it was. A response that never comes ends at the call's
+//! deadline: if nothing at all was heard from the server since the call was sent, one bounded `ping` decides about the
+//! session, and the next call has a new one. A stream that breaks is resumed by `Last-Event-ID` where the server gave
+//! one, as part of the attempt: within its time, and at most [eight times](Http::resumptions).
+//!
+//! A call whose future is dropped, or that has expired, is cancelled as its era has it, over the connection that it
+//! was sent on and no other.
+//!
+//! # What is logged
+//!
+//! What this crate logs holds no token, session id, argument or result. The SDK's own log (target `rmcp`) is another
+//! matter: it has session ids and notifications at `info`, and whole messages at `debug`.
+//!
+//! # TLS
+//!
+//! This feature brings none. For `https` addresses turn on one of `rmcp`'s own features, `reqwest` (rustls) or
+//! `reqwest-native-tls`.
+
+mod checks;
+mod client;
+mod connection;
+mod connector;
+mod evidence;
+mod exchange;
+mod http;
+mod request;
+mod session;
+mod sse;
+mod transport;
+
+pub(crate) use evidence::safe_text;
+pub use {
+    checks::{Check, check},
+    client::tool_result,
+    connection::{Connection, ResponseFuture},
+    connector::{Connector, InitializeError},
+    evidence::{HttpError, HttpErrorKind},
+    http::{Http, Unauthorized},
+    request::Request,
+};
+
+/// The stack around an MCP server behind the SDK's client. A struct can hold it, whatever the server is behind.
+///
+/// Besides [`send`](crate::Stack::send) it has the SDK's typed methods. They take no deadline of their own; give a
+/// [`Request`] one by [`Call::within`](crate::Call::within) and `send` it where the stack's is not right.
+pub type Client = crate::Stack<Connector, Request, rmcp::model::ServerResult>;

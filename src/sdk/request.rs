@@ -1,0 +1,261 @@
+//! The SDK's request, with the call's context beside it.
+
+#![expect(deprecated, reason = "what versions up to 2025-11-25 have is served as long as servers have it")]
+
+use std::{borrow::Cow, fmt, ops::Deref};
+
+use rmcp::model::{
+    CallToolRequest, CallToolRequestParams, ClientRequest, CompleteRequest, CompleteRequestParams,
+    GetPromptRequest, GetPromptRequestParams, JsonObject, ListPromptsRequest, ListResourceTemplatesRequest,
+    ListResourcesRequest, ListToolsRequest, PaginatedRequestParams, PingRequest, ReadResourceRequest,
+    ReadResourceRequestParams, SubscribeRequest, SubscribeRequestParams, UnsubscribeRequest,
+    UnsubscribeRequestParams,
+};
+use serde_json::Value;
+
+use crate::{
+    Call, CallContext, Effect,
+    mcp::{self, METHODS, Params},
+};
+
+/// A request of the SDK as a [`Call`]. It derefs to the [`ClientRequest`] that it holds, and is made of one, or of
+/// the parameters of a request by `into()`.
+///
+/// A clone is a new call. The clone is a deep one, as the SDK's own.
+///
+/// ```
+/// use goaround::{Call, Effect, sdk::Request};
+/// use rmcp::model::{ClientRequest, ReadResourceRequestParams};
+/// use serde_json::json;
+///
+/// let write = Request::tool("create_invoice", json!({ "number": "2026-17" }));
+/// assert_eq!((write.method(), write.effect()), ("tools/call", Effect::Write));
+/// assert_eq!(write.arguments().unwrap()["number"], "2026-17");
+///
+/// let read = Request::from(ReadResourceRequestParams::new("file:///a"));
+/// assert_eq!(read.effect(), Effect::ReadOnly);
+/// assert!(matches!(*read, ClientRequest::ReadResourceRequest(_)));
+/// ```
+#[derive(Clone)]
+pub struct Request {
+    request: ClientRequest,
+    context: CallContext,
+}
+
+impl Request {
+    /// That request of the SDK.
+    pub fn new(request: impl Into<ClientRequest>) -> Self {
+        Self { request: request.into(), context: CallContext::new() }
+    }
+
+    /// A call of that tool. Arguments that are no object are none.
+    pub fn tool(name: impl Into<Cow<'static, str>>, arguments: Value) -> Self {
+        let mut params = CallToolRequestParams::new(name);
+        if let Value::Object(arguments) = arguments {
+            params = params.with_arguments(arguments);
+        }
+        params.into()
+    }
+
+    /// A page of the server's tools; the first one without parameters.
+    pub fn list_tools(params: Option<PaginatedRequestParams>) -> Self {
+        Self::new(list::<ListToolsRequest>(params))
+    }
+
+    /// A page of the server's prompts.
+    pub fn list_prompts(params: Option<PaginatedRequestParams>) -> Self {
+        Self::new(list::<ListPromptsRequest>(params))
+    }
+
+    /// A page of the server's resources.
+    pub fn list_resources(params: Option<PaginatedRequestParams>) -> Self {
+        Self::new(list::<ListResourcesRequest>(params))
+    }
+
+    /// A page of the server's templates of resources.
+    pub fn list_resource_templates(params: Option<PaginatedRequestParams>) -> Self {
+        Self::new(list::<ListResourceTemplatesRequest>(params))
+    }
+
+    /// A `ping`, which versions up to 2025-11-25 have.
+    pub fn ping() -> Self {
+        Self::new(PingRequest::default())
+    }
+
+    /// The SDK's request.
+    pub fn into_inner(self) -> ClientRequest {
+        self.request
+    }
+
+    /// The tool that is called; `None` for other methods.
+    pub fn tool_name(&self) -> Option<&str> {
+        match &self.request {
+            ClientRequest::CallToolRequest(call) => Some(&call.params.name),
+            _ => None,
+        }
+    }
+
+    /// The arguments for the tool; `None` without any, and for other methods.
+    pub fn arguments(&self) -> Option<&JsonObject> {
+        match &self.request {
+            ClientRequest::CallToolRequest(call) => call.params.arguments.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// What decides about the call's effect in its parameters.
+    pub(super) fn params(&self) -> Params {
+        let carries_on = match &self.request {
+            ClientRequest::CallToolRequest(r) => {
+                r.params.input_responses.is_some() || r.params.request_state.is_some()
+            }
+            ClientRequest::GetPromptRequest(r) => {
+                r.params.input_responses.is_some() || r.params.request_state.is_some()
+            }
+            ClientRequest::ReadResourceRequest(r) => {
+                r.params.input_responses.is_some() || r.params.request_state.is_some()
+            }
+            // Written by hand: nobody knows what is in it.
+            ClientRequest::CustomRequest(r) => match &r.params {
+                None => false,
+                Some(Value::Object(params)) => {
+                    params.contains_key("inputResponses") || params.contains_key("requestState")
+                }
+                Some(_) => true,
+            },
+            _ => false,
+        };
+        let name = match &self.request {
+            ClientRequest::CustomRequest(r) if r.method == "tools/call" => {
+                r.params.as_ref().and_then(|params| Some(params.get("name")?.as_str()?.to_owned()))
+            }
+            _ => self.tool_name().map(str::to_owned),
+        };
+        Params { name, carries_on }
+    }
+
+    /// The page of a list that is asked for, if one is.
+    pub(super) fn cursor(&self) -> Option<&str> {
+        let params = match &self.request {
+            ClientRequest::ListToolsRequest(r) => &r.params,
+            ClientRequest::ListPromptsRequest(r) => &r.params,
+            ClientRequest::ListResourcesRequest(r) => &r.params,
+            ClientRequest::ListResourceTemplatesRequest(r) => &r.params,
+            _ => return None,
+        };
+        params.as_ref()?.cursor.as_deref()
+    }
+
+    /// The same request with another context.
+    pub(super) fn with_context(&self, context: CallContext) -> Self {
+        Self { request: self.request.clone(), context }
+    }
+}
+
+/// A list's request with these parameters.
+fn list<R: List>(params: Option<PaginatedRequestParams>) -> ClientRequest {
+    R::page(params)
+}
+
+trait List {
+    fn page(params: Option<PaginatedRequestParams>) -> ClientRequest;
+}
+
+macro_rules! lists {
+    ($($request:ident)*) => { $(
+        impl List for $request {
+            fn page(params: Option<PaginatedRequestParams>) -> ClientRequest {
+                let mut request = $request::default();
+                request.params = params;
+                request.into()
+            }
+        }
+    )* };
+}
+
+lists!(ListToolsRequest ListPromptsRequest ListResourcesRequest ListResourceTemplatesRequest);
+
+impl Call for Request {
+    fn method(&self) -> &str {
+        self.request.method()
+    }
+
+    fn name(&self) -> Cow<'static, str> {
+        match METHODS.iter().find(|method| method.name == self.method()) {
+            Some(method) => Cow::Borrowed(method.name),
+            None => Cow::Owned(self.method().to_owned()),
+        }
+    }
+
+    fn effect(&self) -> Effect {
+        match mcp::effect(self.method()) {
+            Some(effect) if !self.params().carries_on => effect,
+            _ => Effect::Write,
+        }
+    }
+
+    fn context(&self) -> &CallContext {
+        &self.context
+    }
+
+    fn context_mut(&mut self) -> &mut CallContext {
+        &mut self.context
+    }
+
+    fn try_clone(&self) -> Option<Self> {
+        Some(self.clone())
+    }
+}
+
+impl Deref for Request {
+    type Target = ClientRequest;
+
+    fn deref(&self) -> &ClientRequest {
+        &self.request
+    }
+}
+
+impl From<ClientRequest> for Request {
+    fn from(request: ClientRequest) -> Self {
+        Self { request, context: CallContext::new() }
+    }
+}
+
+impl From<Request> for ClientRequest {
+    fn from(request: Request) -> Self {
+        request.request
+    }
+}
+
+macro_rules! of_params {
+    ($($params:ident => $request:ident)*) => { $(
+        impl From<$params> for Request {
+            fn from(params: $params) -> Self {
+                Self::new($request::new(params))
+            }
+        }
+    )* };
+}
+
+of_params! {
+    CallToolRequestParams => CallToolRequest
+    ReadResourceRequestParams => ReadResourceRequest
+    GetPromptRequestParams => GetPromptRequest
+    CompleteRequestParams => CompleteRequest
+    SubscribeRequestParams => SubscribeRequest
+    UnsubscribeRequestParams => UnsubscribeRequest
+}
+
+/// The call of a tool, and the page of a list, as the SDK writes them.
+impl From<CallToolRequest> for Request {
+    fn from(request: CallToolRequest) -> Self {
+        Self::new(request)
+    }
+}
+
+impl fmt::Debug for Request {
+    /// Without its parameters, which may hold secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request").field("method", &self.method()).field("context", &self.context).finish()
+    }
+}

@@ -1,0 +1,463 @@
+//! What lies between the SDK's client and the wire: a witness around any transport, and the transport for child
+//! processes, which counts bytes.
+
+use std::{
+    collections::VecDeque,
+    fmt, io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::BytesMut;
+use rmcp::{
+    RoleClient,
+    model::{ClientJsonRpcMessage, ClientRequest, RequestId, ServerJsonRpcMessage},
+    transport::Transport,
+};
+use serde_json::value::RawValue;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadHalf, WriteHalf},
+    time::{Sleep, sleep},
+};
+use tokio_util::{codec::Decoder, io::poll_read_buf};
+
+use super::{
+    connection::{Inner, token_of},
+    evidence::{HttpErrorKind, Sight},
+    exchange::Exchange,
+};
+use crate::{
+    BoxError,
+    connection::BoxFuture,
+    jsonrpc::{Lines, Piece},
+};
+
+/// How long a pipe is read on whose process has exited.
+const DRAIN: Duration = Duration::from_millis(50);
+/// How much is read at once.
+const READ: usize = 16 << 10;
+/// The size limit of one message, in bytes.
+const MAX_LINE: usize = 64 << 20;
+
+/// Why a transport did not send.
+#[derive(Debug)]
+pub(super) struct TransportError {
+    /// The call was withdrawn before its first byte.
+    pub(super) withdrawn: bool,
+    pub(super) source: Option<BoxError>,
+}
+
+impl TransportError {
+    fn of(source: impl Into<BoxError>) -> Self {
+        Self { withdrawn: false, source: Some(source.into()) }
+    }
+
+    fn withdrawn() -> Self {
+        Self { withdrawn: true, source: None }
+    }
+}
+
+impl fmt::Display for TransportError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.withdrawn { "withdrawn before it was sent" } else { "the transport failed" })
+    }
+}
+
+impl std::error::Error for TransportError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
+
+type Receiving<'a> = Pin<Box<dyn Future<Output = Option<ServerJsonRpcMessage>> + Send + 'a>>;
+
+/// Any transport of the SDK, erased.
+pub(super) trait AnyTransport: Send {
+    fn send(&mut self, message: ClientJsonRpcMessage) -> BoxFuture<Result<(), TransportError>>;
+    fn receive(&mut self) -> Receiving<'_>;
+    fn close(&mut self) -> Pin<Box<dyn Future<Output = Result<(), TransportError>> + Send + '_>>;
+}
+
+/// A transport of the SDK's or the user's.
+pub(super) struct Foreign<T>(pub(super) T);
+
+impl<T> AnyTransport for Foreign<T>
+where
+    T: Transport<RoleClient> + 'static,
+{
+    fn send(&mut self, message: ClientJsonRpcMessage) -> BoxFuture<Result<(), TransportError>> {
+        let sending = self.0.send(message);
+        Box::pin(async move { sending.await.map_err(TransportError::of) })
+    }
+
+    fn receive(&mut self) -> Receiving<'_> {
+        Box::pin(self.0.receive())
+    }
+
+    fn close(&mut self) -> Pin<Box<dyn Future<Output = Result<(), TransportError>> + Send + '_>> {
+        Box::pin(async move { self.0.close().await.map_err(TransportError::of) })
+    }
+}
+
+// ===== impl Witness =====
+
+/// Stands between the SDK's client and the transport, and sees what is really handed over and what comes.
+pub(super) struct Witness {
+    transport: Box<dyn AnyTransport>,
+    inner: Arc<Inner>,
+    /// Whether the transport takes the frames of calls itself, later and with more knowledge.
+    takes: bool,
+}
+
+impl Witness {
+    pub(super) fn new(transport: Box<dyn AnyTransport>, inner: Arc<Inner>, takes: bool) -> Self {
+        Self { transport, inner, takes }
+    }
+}
+
+impl Transport<RoleClient> for Witness {
+    type Error = TransportError;
+
+    fn send(
+        &mut self,
+        message: ClientJsonRpcMessage,
+    ) -> impl Future<Output = Result<(), TransportError>> + Send + 'static {
+        let exchange = Exchange::of(&message);
+        match &message {
+            ClientJsonRpcMessage::Request(request) => {
+                if matches!(request.request, ClientRequest::InitializeRequest(_)) {
+                    self.inner.shakes_hands();
+                }
+                if let RequestId::Number(id) = request.id {
+                    self.inner.numbered(id);
+                    if let Some(exchange) = &exchange {
+                        exchange.set_id(id);
+                        self.inner.sending(exchange, id, token_of(&request.request));
+                    }
+                }
+            }
+            ClientJsonRpcMessage::Response(answer) => self.inner.question_answered(&answer.id),
+            ClientJsonRpcMessage::Error(answer) => {
+                if let Some(id) = &answer.id {
+                    self.inner.question_answered(id);
+                }
+            }
+            _ => {}
+        }
+        let own = exchange.filter(|_| !self.takes);
+        let withdrawn = own.as_ref().is_some_and(|exchange| !exchange.frame.take());
+        let sending = (!withdrawn).then(|| self.transport.send(message));
+        async move {
+            let Some(sending) = sending else { return Err(TransportError::withdrawn()) };
+            sending.await?;
+            if let Some(exchange) = own {
+                exchange.mark_sent();
+            }
+            Ok(())
+        }
+    }
+
+    async fn receive(&mut self) -> Option<ServerJsonRpcMessage> {
+        let message = self.transport.receive().await;
+        match &message {
+            Some(message) => self.inner.received(message),
+            None => self.inner.close("the server closed the connection"),
+        }
+        message
+    }
+
+    async fn close(&mut self) -> Result<(), TransportError> {
+        self.inner.close("the connection was closed by the client");
+        self.transport.close().await
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        // The SDK's task has ended, however it did.
+        self.inner.close("the connection's task ended");
+    }
+}
+
+// ===== impl Pipe =====
+
+pub(super) trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+type Writer = Arc<tokio::sync::Mutex<Option<WriteHalf<Box<dyn Io>>>>>;
+
+/// One message a line over the pipes of a child process.
+pub(super) struct Pipe {
+    inner: Arc<Inner>,
+    reader: Option<ReadHalf<Box<dyn Io>>>,
+    writer: Writer,
+    lines: Lines,
+    input: BytesMut,
+    ready: VecDeque<ServerJsonRpcMessage>,
+    /// The child's own exit: a grandchild may keep its output open for ever.
+    exited: Option<BoxFuture<()>>,
+    draining: Option<Pin<Box<Sleep>>>,
+    ended: bool,
+}
+
+impl Pipe {
+    pub(super) fn new(inner: Arc<Inner>, pipes: impl Io + 'static, exited: BoxFuture<()>) -> Self {
+        let pipes: Box<dyn Io> = Box::new(pipes);
+        let (reader, writer) = tokio::io::split(pipes);
+        Self {
+            inner,
+            reader: Some(reader),
+            writer: Arc::new(tokio::sync::Mutex::new(Some(writer))),
+            lines: Lines::new(MAX_LINE),
+            input: BytesMut::new(),
+            ready: VecDeque::new(),
+            exited: Some(exited),
+            draining: None,
+            ended: false,
+        }
+    }
+
+    /// The next message; `None` at the end.
+    fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<Option<ServerJsonRpcMessage>> {
+        loop {
+            if let Some(message) = self.ready.pop_front() {
+                return Poll::Ready(Some(message));
+            }
+            let Some(reader) = self.reader.as_mut().filter(|_| !self.ended) else { return Poll::Ready(None) };
+            if self.input.capacity() - self.input.len() < READ / 4 {
+                self.input.reserve(READ);
+            }
+            let read = match poll_read_buf(Pin::new(reader), cx, &mut self.input) {
+                Poll::Ready(read) => read,
+                Poll::Pending => {
+                    ready!(self.poll_exit(cx));
+                    Ok(0)
+                }
+            };
+            let at_end = !matches!(read, Ok(read) if read > 0);
+            let mut input = std::mem::take(&mut self.input);
+            if at_end {
+                while let Ok(Some(piece)) = self.lines.decode_eof(&mut input) {
+                    self.read(piece);
+                }
+                self.let_go();
+            } else {
+                let before = self.ready.len();
+                while let Ok(Some(piece)) = self.lines.decode(&mut input) {
+                    self.read(piece);
+                }
+                // A part of a message; whole ones speak for themselves.
+                if self.ready.len() == before {
+                    self.inner.heard();
+                }
+            }
+            self.input = input;
+        }
+    }
+
+    /// Ready when the child has exited and what was in the pipe has had its time.
+    fn poll_exit(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if let Some(exited) = &mut self.exited {
+            ready!(exited.as_mut().poll(cx));
+            self.exited = None;
+            self.draining = Some(Box::pin(sleep(DRAIN)));
+        }
+        match &mut self.draining {
+            Some(draining) => draining.as_mut().poll(cx),
+            None => Poll::Ready(()),
+        }
+    }
+
+    fn read(&mut self, piece: Piece) {
+        match piece {
+            Piece::Line(line) => match serde_json::from_slice::<ServerJsonRpcMessage>(&line) {
+                Ok(message) => self.ready.push_back(message),
+                Err(_) => self.read_odd(&line),
+            },
+            Piece::TooLong => tracing::debug!(target: "goaround", "a line above the limit was ignored"),
+            Piece::TooLongAnswer(id) => {
+                self.end_oddly(i64::try_from(id).ok(), Sight::TooLarge(MAX_LINE));
+            }
+        }
+    }
+
+    /// A batch, or a message that the SDK cannot read: if it is an answer, its call must not wait for ever.
+    fn read_odd(&mut self, line: &[u8]) {
+        if let Ok(batch) = serde_json::from_slice::<Vec<&RawValue>>(line) {
+            for message in batch {
+                match serde_json::from_str(message.get()) {
+                    Ok(message) => self.ready.push_back(message),
+                    Err(_) => self.odd_answer(message.get().as_bytes()),
+                }
+            }
+            return;
+        }
+        self.odd_answer(line);
+    }
+
+    fn odd_answer(&mut self, message: &[u8]) {
+        match Envelope::of(message) {
+            Some(envelope) if envelope.is_answer() => {
+                self.end_oddly(envelope.number(), Sight::Odd(HttpErrorKind::NotJsonRpc, None));
+            }
+            _ => tracing::debug!(target: "goaround", "a line that is no message was ignored"),
+        }
+    }
+
+    /// Ends the call of that id with what was seen. The SDK is told in words that it knows.
+    fn end_oddly(&mut self, id: Option<i64>, sight: Sight) {
+        let exchange = id.and_then(|id| self.inner.sent_as(id));
+        if let (Some(id), Some(exchange)) = (id, exchange) {
+            exchange.saw(sight);
+            self.ready.push_back(seen_elsewhere(RequestId::Number(id)));
+        }
+    }
+
+    /// Whoever supervises the child sees that nobody holds the pipes any more. A write that a server which does not
+    /// read holds up has its own hold, and lets go when the SDK's task ends.
+    fn let_go(&mut self) {
+        self.ended = true;
+        self.reader = None;
+        if let Ok(mut writer) = self.writer.try_lock() {
+            *writer = None;
+        }
+    }
+}
+
+/// An answer for the SDK alone, to a call of which the transport has seen the end.
+pub(super) fn seen_elsewhere(id: RequestId) -> ServerJsonRpcMessage {
+    let error = rmcp::model::ErrorData::internal_error("no answer that can be read", None);
+    ServerJsonRpcMessage::error(error, Some(id))
+}
+
+impl AnyTransport for Pipe {
+    fn send(&mut self, message: ClientJsonRpcMessage) -> BoxFuture<Result<(), TransportError>> {
+        let writer = Arc::clone(&self.writer);
+        let inner = Arc::clone(&self.inner);
+        let exchange = Exchange::of(&message);
+        let frame = serde_json::to_vec(&message).map(|mut frame| {
+            frame.push(b'\n');
+            frame
+        });
+        Box::pin(async move {
+            let frame = frame.map_err(TransportError::of)?;
+            let mut writer = writer.lock().await;
+            let Some(writer) = writer.as_mut() else {
+                return Err(TransportError::of(io::Error::from(io::ErrorKind::NotConnected)));
+            };
+            match exchange {
+                Some(exchange) => {
+                    if !exchange.begin(frame.len()) {
+                        return Err(TransportError::withdrawn());
+                    }
+                    let written = Writing { exchange: &exchange, writer, frame: &frame, at: 0 }.await;
+                    if written.is_ok() {
+                        exchange.set_heard(inner.times_heard());
+                        exchange.mark_sent();
+                    }
+                    if let Err(error) = written {
+                        // What was written of it is known there, and the pipe is of no use any more.
+                        inner.close("writing to the server failed");
+                        return Err(TransportError::of(error));
+                    }
+                }
+                None => {
+                    use tokio::io::AsyncWriteExt;
+                    writer.write_all(&frame).await.map_err(TransportError::of)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn receive(&mut self) -> Receiving<'_> {
+        Box::pin(std::future::poll_fn(|cx| self.poll_receive(cx)))
+    }
+
+    fn close(&mut self) -> Pin<Box<dyn Future<Output = Result<(), TransportError>> + Send + '_>> {
+        self.let_go();
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// Writes a call's frame, as long as the call's bytes may be written.
+struct Writing<'a> {
+    exchange: &'a Exchange,
+    writer: &'a mut WriteHalf<Box<dyn Io>>,
+    frame: &'a [u8],
+    at: usize,
+}
+
+impl Future for Writing<'_> {
+    type Output = io::Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        while this.at < this.frame.len() {
+            let rest = &this.frame[this.at..];
+            let write = || Pin::new(&mut *this.writer).poll_write(cx, rest);
+            let accepted = |written: &Poll<io::Result<usize>>| match written {
+                Poll::Ready(Ok(accepted)) => *accepted,
+                _ => 0,
+            };
+            match this.exchange.write(write, accepted) {
+                None => return Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
+                Some(written) => match ready!(written)? {
+                    0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                    accepted => this.at += accepted,
+                },
+            }
+        }
+        Pin::new(&mut *this.writer).poll_flush(cx)
+    }
+}
+
+/// What a message is, whatever else is in it.
+#[derive(Default, serde::Deserialize)]
+pub(super) struct Envelope<'a> {
+    #[serde(default, borrow)]
+    id: Option<&'a RawValue>,
+    #[serde(default, borrow)]
+    method: Option<&'a RawValue>,
+    #[serde(default, borrow)]
+    result: Option<&'a RawValue>,
+    #[serde(default, borrow)]
+    error: Option<&'a RawValue>,
+}
+
+impl<'a> Envelope<'a> {
+    pub(super) fn of(message: &'a [u8]) -> Option<Self> {
+        serde_json::from_slice(message).ok()
+    }
+
+    pub(super) fn is_answer(&self) -> bool {
+        self.method.is_none() && (self.result.is_some() || self.error.is_some())
+    }
+
+    pub(super) fn is_error(&self) -> bool {
+        self.is_answer() && self.error.is_some()
+    }
+
+    /// The id as a number, as the SDK reads it: also where it was made a text.
+    pub(super) fn number(&self) -> Option<i64> {
+        match serde_json::from_str(self.id?.get()).ok()? {
+            RequestId::Number(id) => Some(id),
+            RequestId::String(id) => id.parse().ok(),
+        }
+    }
+}
+
+impl Envelope<'_> {
+    /// Whether it is the answer to that request.
+    pub(super) fn answers(&self, id: &RequestId) -> bool {
+        match id {
+            RequestId::Number(id) => self.number() == Some(*id),
+            id => {
+                self.id.and_then(|own| serde_json::from_str::<RequestId>(own.get()).ok()).as_ref() == Some(id)
+            }
+        }
+    }
+}

@@ -1,0 +1,898 @@
+//! The stack around the official SDK's client: over child processes of a few lines of shell that send exact bytes,
+//! and over a transport of the user's. Streamable HTTP has tests of its own.
+#![cfg(all(unix, feature = "rmcp"))]
+
+use std::{
+    collections::VecDeque,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use goaround::{
+    Basis, BoxError, Call, CallError, Cause, Delivery, Effect, InDoubt, Outcome, Refusal, Scope, Stack,
+    Verdict, WriteSafetyLayer,
+    mcp::{ToolRules, checks},
+    sdk::{self, Client, Connector, InitializeError, Request},
+};
+use rmcp::{
+    ClientHandler, RoleClient, ServiceError,
+    model::*,
+    service::ClientLifecycleMode,
+    transport::{StreamableHttpClientTransport, streamable_http_client::StreamableHttpClientTransportConfig},
+};
+use serde_json::json;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    process::Command,
+};
+
+/// Answers by the method, and a tool by its name. What it is asked goes into `$log`, a line for each message.
+const SERVER: &str = r#"
+answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
+refuse() { printf '{"jsonrpc":"2.0","id":%s,"error":{"code":%s,"message":"no"}}\n' "$id" "$1"; }
+result() { answer '{"content":[{"type":"text","text":"'"$1"'"}]}'; }
+initialize() { answer '{"protocolVersion":"2025-06-18","capabilities":{"tools":{},"resources":{}},"serverInfo":{"name":"sh","version":"1"}}'; }
+discover() { refuse -32601; }
+tools() { answer '{"tools":[]}'; }
+say() { echo "$1" >>"$log"; }
+say start
+# Only the first process does what its tools are told.
+first=; [ -e "$log.once" ] || { first=first; : >"$log.once"; }
+eval "$before"
+while read -r line; do
+    method=${line#*'"method":"'}; method=${method%%'"'*}
+    name=${line##*'"name":"'}; name=${name%%'"'*}
+    case $method in tools/call) say "$name" ;; *) say "$method" ;; esac
+    case $line in *'"id":'*) ;; *) continue ;; esac
+    id=${line#*'"id":'}; id=${id%%,*}; id=${id%%\}*}
+    case $method in
+        initialize) initialize ;;
+        server/discover) discover ;;
+        tools/list) tools ;;
+        tools/call) if [ -n "$first" ] || [ -n "$always" ]; then eval "$name"; else result "again $name"; fi ;;
+        ping) [ -n "$deaf" ] || answer '{}' ;;
+        *) answer '{}' ;;
+    esac
+done
+eval "$after"
+"#;
+
+const READS: [&str; 12] =
+    ["die", "half", "ok", "shut", "last", "deafen", "noise", "text_id", "twice", "leave", "hang", "odd"];
+
+/// What the tools do, for a read (`die`) and for a write (`w_die`).
+const TOOLS: &str = r#"
+die() { kill -KILL $$; }
+half() { printf '{"jsonrpc":"2.0","id":%s,"res' "$id"; exit 0; }
+ok() { result ok; }
+shut() { exec >&-; while :; do sleep 1000; done; }
+last() { result last; exit 0; }
+deafen() { exec <&-; while :; do sleep 1000; done; }
+noise() { echo garbage; echo '{"jsonrpc":"2.0"}'; echo; result noise; }
+text_id() { id=\"$id\"; result text_id; }
+twice() { result twice; result twice; }
+leave() { sleep 1000 & exit 0; }
+hang() { :; }
+odd() { printf '{"jsonrpc":"2.0","id":%s,"error":{"code":"x"}}\n' "$id"; }
+null_id() { id=null; refuse -32000; }
+w_die() { die; }
+w_half() { half; }
+w_shut() { shut; }
+w_last() { last; }
+w_ok() { ok; }
+w_hang() { :; }
+"#;
+
+struct Lab {
+    dir: tempfile::TempDir,
+    reports: Arc<Mutex<Vec<serde_json::Value>>>,
+}
+
+impl Lab {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap(), reports: Arc::default() }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("log")
+    }
+
+    fn command(&self, before: &str) -> Command {
+        let mut command = Command::new("sh");
+        let before = format!("{TOOLS}\n{before}");
+        command.arg("-c").arg(SERVER).env("before", before).env("log", self.path());
+        command
+    }
+
+    fn connector(&self, before: &str) -> Connector {
+        Connector::stdio((), self.command(before)).tools(ToolRules::new().read_only(READS))
+    }
+
+    fn client(&self, before: &str) -> Client {
+        self.stack(self.connector(before))
+    }
+
+    fn stack(&self, connector: Connector) -> Client {
+        let reports = self.reports.clone();
+        Stack::builder(connector)
+            .deadline(PATIENCE)
+            .on_event(move |event| reports.lock().unwrap().push(serde_json::to_value(event).unwrap()))
+            .build()
+            .unwrap()
+    }
+
+    /// What the server was asked, without the handshakes.
+    fn asked(&self) -> Vec<String> {
+        let log = std::fs::read_to_string(self.path()).unwrap_or_default();
+        let known = ["start", "initialize", "notifications/initialized", "ping"];
+        log.lines().filter(|line| !known.contains(line)).map(str::to_owned).collect()
+    }
+
+    fn count(&self, what: &str) -> usize {
+        let log = std::fs::read_to_string(self.path()).unwrap_or_default();
+        log.lines().filter(|line| *line == what).count()
+    }
+
+    /// Waits until the server was asked that.
+    async fn until_asked(&self, what: &str) {
+        until(|| self.count(what) > 0).await;
+    }
+
+    fn events(&self, kind: &str) -> Vec<serde_json::Value> {
+        self.reports.lock().unwrap().iter().filter(|event| event["event"] == kind).cloned().collect()
+    }
+}
+
+/// Longer than any machine is busy.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Shorter than what would be waited for if something went wrong, longer than a machine is busy.
+const SOON: Duration = Duration::from_secs(20);
+
+async fn until(mut holds: impl FnMut() -> bool) {
+    let polling = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, polling).await.expect("it comes to hold");
+}
+
+fn tool(name: &'static str) -> CallToolRequestParams {
+    CallToolRequestParams::new(name)
+}
+
+fn text(result: &CallToolResult) -> &str {
+    &result.content[0].as_text().unwrap().text
+}
+
+async fn call(client: &Client, name: &'static str) -> Result<String, CallError> {
+    let result = client.call_tool(tool(name)).await?;
+    Ok(text(&result).to_owned())
+}
+
+#[tokio::test]
+async fn a_server_is_called_by_the_sdks_own_types_and_closes_with_the_stack() {
+    let lab = Lab::new();
+    let client =
+        lab.client(r#"tools() { answer '{"tools":[{"name":"ok","inputSchema":{"type":"object"}}]}'; }"#);
+    assert!(client.peer().is_none() && client.server_info().is_none());
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    assert_eq!(client.list_all_tools().await.unwrap()[0].name, "ok");
+    client.ping().await.unwrap();
+    assert_eq!(client.server_info().unwrap().server_info.as_ref().unwrap().name, "sh");
+    client.notify(RootsListChangedNotification::default()).await.unwrap();
+    lab.until_asked("notifications/roots/list_changed").await;
+    // By the SDK's own handle too, which is that of this connection.
+    let peer = client.peer().unwrap();
+    assert_eq!(text(&peer.call_tool(tool("ok")).await.unwrap()), "ok");
+    assert_eq!(client.shutdown(PATIENCE).await, 0);
+    let refused = client.notify(RootsListChangedNotification::default()).await.unwrap_err();
+    assert_eq!(refused.outcome(), Outcome::NotDone);
+    assert!(peer.call_tool(tool("ok")).await.is_err());
+    assert_eq!(lab.asked(), ["ok", "tools/list", "notifications/roots/list_changed", "ok"]);
+}
+
+#[tokio::test]
+async fn a_child_that_ends_in_any_way_is_a_closure_at_once_and_a_read_is_answered_by_the_next() {
+    for name in ["die", "half", "shut", "leave"] {
+        let lab = Lab::new();
+        let client = lab.client("");
+        let start = Instant::now();
+        assert_eq!(call(&client, name).await.unwrap(), format!("again {name}"));
+        assert!(start.elapsed() < SOON, "{name}: {:?}", start.elapsed());
+        assert_eq!(lab.asked(), [name, name]);
+        let incident = &lab.events("incident")[0];
+        assert_eq!(incident["process_restarted"], true, "{name}: {incident}");
+        assert_eq!(incident["before"]["server"]["name"], "sh", "{name}: {incident}");
+        assert_eq!(incident["after"]["protocol"], "2025-06-18", "{name}: {incident}");
+        assert_eq!(lab.events("recovery").len(), 1, "{name}");
+        client.shutdown(PATIENCE).await;
+    }
+}
+
+#[tokio::test]
+async fn a_write_that_a_child_takes_along_is_unknown_and_never_sent_again() {
+    for name in ["w_die", "w_half", "w_shut"] {
+        let lab = Lab::new();
+        let client = lab.client("");
+        let error = call(&client, name).await.unwrap_err();
+        assert_eq!(error.outcome(), Outcome::Unknown, "{name}: {error}");
+        assert_eq!(error.scope(), Scope::Connection, "{name}");
+        assert!(matches!(error.cause(), Cause::Closed(_)), "{name}: {error:?}");
+        assert!(error.to_string().starts_with("outcome UNKNOWN: tools/call: "), "{error}");
+        assert_eq!(call(&client, "ok").await.unwrap(), "again ok");
+        assert_eq!(lab.asked(), [name, "ok"]);
+        client.shutdown(PATIENCE).await;
+    }
+}
+
+#[tokio::test]
+async fn a_write_to_a_child_that_has_exited_is_not_sent_and_goes_to_the_next() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    assert_eq!(call(&client, "w_last").await.unwrap(), "last");
+    // Whether the exit has been seen by now or not: no byte of it is lost to a dead process for good.
+    until(|| client.peer().is_none_or(|peer| peer.is_transport_closed())).await;
+    assert_eq!(call(&client, "w_ok").await.unwrap(), "again w_ok");
+    assert_eq!(lab.asked(), ["w_last", "w_ok"]);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_write_whose_process_is_gone_is_checked_and_sent_again_once_it_is_known_not_to_have_landed() {
+    let lab = Lab::new();
+    let connector = lab.connector("").exit_ends_effects();
+    let client: Client = Stack::builder(connector)
+        .deadline(PATIENCE)
+        .check(|doubt: InDoubt<Request, ServerResult>| async move {
+            assert_eq!(doubt.request().tool_name(), Some("w_die"));
+            let seen = doubt.probe(tool("ok").into()).await?;
+            assert!(matches!(seen, ServerResult::CallToolResult(_)));
+            Ok::<Verdict<ServerResult>, BoxError>(doubt.not_landed())
+        })
+        .build()
+        .unwrap();
+    assert_eq!(call(&client, "w_die").await.unwrap(), "again w_die");
+    assert_eq!(lab.asked(), ["w_die", "ok", "w_die"]);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_ready_made_check_finds_a_write_that_landed() {
+    let lab = Lab::new();
+    let check = checks::read_back("w_die").by_tool("ok").same("/content/0/text", "/text");
+    let client: Client = Stack::builder(lab.connector(""))
+        .deadline(PATIENCE)
+        .writes(WriteSafetyLayer::new(sdk::check(check.landed_with(|_, seen| seen.clone()))))
+        .build()
+        .unwrap();
+    let write = |text| Request::tool("w_die", json!({ "text": text }));
+    let ServerResult::CallToolResult(result) = client.send(write("again ok")).await.unwrap() else {
+        panic!()
+    };
+    assert_eq!(text(&result), "again ok");
+    client.shutdown(PATIENCE).await;
+
+    let lab = Lab::new();
+    let check = checks::read_back("w_die").by_tool("ok").same("/content/0/text", "/text");
+    let writes = WriteSafetyLayer::new(sdk::check(check));
+    let client: Client = Stack::builder(lab.connector("")).deadline(PATIENCE).writes(writes).build().unwrap();
+    let error = client.send(write("something else")).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert_eq!(lab.asked(), ["w_die", "ok"]);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn what_is_no_answer_is_passed_over_and_an_answer_in_another_form_is_taken() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    for name in ["noise", "text_id", "twice", "ok"] {
+        assert_eq!(call(&client, name).await.unwrap(), name);
+    }
+    assert_eq!(client.generation(), Some(1));
+    // An answer that cannot be read ends its call at once, and hurts nobody else.
+    let error = client.send(Request::from(tool("odd")).as_effect(Effect::Write)).await.unwrap_err();
+    assert_eq!((error.outcome(), error.scope()), (Outcome::Unknown, Scope::Call), "{error:?}");
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    assert_eq!(client.generation(), Some(1));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn the_servers_own_error_is_the_answer_unchanged() {
+    let lab = Lab::new();
+    let client = lab.client("broken() { refuse -32000; }");
+    let error = call(&client, "broken").await.unwrap_err();
+    assert_eq!((error.outcome(), error.delivery()), (Outcome::Answered, Delivery::Answered));
+    let answer = error.answer().unwrap();
+    assert_eq!((answer.code, answer.message.as_str()), (-32000, "no"));
+    let ServiceError::McpError(error) = ServiceError::from(error) else { panic!() };
+    assert_eq!((error.code, &*error.message), (ErrorCode(-32000), "no"));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn what_is_known_survives_in_the_sdks_error() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    let error = ServiceError::from(call(&client, "w_die").await.unwrap_err());
+    let ServiceError::TransportSend(error) = error else { panic!("{error}") };
+    let error = error.error.downcast::<CallError>().unwrap();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_dropped_call_and_an_expired_one_are_cancelled_on_their_own_connection_and_on_no_other() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    let dropped = tokio::spawn({
+        let client = client.clone();
+        async move { call(&client, "hang").await }
+    });
+    lab.until_asked("hang").await;
+    dropped.abort();
+    until(|| lab.count("notifications/cancelled") == 1).await;
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
+    let error = client.send(limited).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    until(|| lab.count("notifications/cancelled") == 2).await;
+    // One whose connection is gone is cancelled nowhere.
+    let hanging = tokio::spawn({
+        let client = client.clone();
+        async move { call(&client, "w_hang").await }
+    });
+    until(|| lab.count("w_hang") == 2).await;
+    assert_eq!(call(&client, "die").await.unwrap(), "again die");
+    assert_eq!(hanging.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+    assert_eq!(call(&client, "ok").await.unwrap(), "again ok");
+    assert_eq!(lab.count("notifications/cancelled"), 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_silent_is_replaced_once_it_does_not_answer_a_probe() {
+    let lab = Lab::new();
+    let connector = lab.connector("deaf=deaf").probe_timeout(Duration::from_millis(50));
+    let client = lab.stack(connector);
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
+    assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
+    until(|| client.generation().is_none() || client.peer().is_none_or(|peer| peer.is_transport_closed()))
+        .await;
+    assert_eq!(call(&client, "ok").await.unwrap(), "again ok");
+    assert_eq!(client.generation(), Some(2));
+    client.shutdown(PATIENCE).await;
+
+    // One that answers stays.
+    let lab = Lab::new();
+    let client = lab.stack(lab.connector("").probe_timeout(PATIENCE));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("w_hang")).within(Duration::from_millis(500));
+    assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
+    until(|| lab.count("ping") == 1).await;
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    assert_eq!(client.generation(), Some(1));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn an_answer_without_an_id_ends_no_call_before_its_deadline_and_hurts_no_other() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let limited = Request::from(tool("null_id")).within(Duration::from_millis(500));
+    assert_eq!(client.send(limited).await.unwrap_err().outcome(), Outcome::Unknown);
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    assert_eq!(client.generation(), Some(1));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn sixteen_calls_over_a_restart_share_one_new_process_and_are_judged_each_alone() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let mut calls = Vec::new();
+    for at in 0..16 {
+        let client = client.clone();
+        let name = if at % 2 == 0 { "hang" } else { "w_hang" };
+        calls.push(tokio::spawn(async move { (name, call(&client, name).await) }));
+    }
+    until(|| lab.count("hang") == 8 && lab.count("w_hang") == 8).await;
+    let dying = call(&client, "w_die").await.unwrap_err();
+    assert_eq!(dying.outcome(), Outcome::Unknown);
+    for ended in calls {
+        match ended.await.unwrap() {
+            ("hang", outcome) => assert_eq!(outcome.unwrap(), "again hang"),
+            (_, outcome) => assert_eq!(outcome.unwrap_err().outcome(), Outcome::Unknown),
+        }
+    }
+    assert_eq!(client.generation(), Some(2));
+    assert_eq!((lab.count("start"), lab.count("hang"), lab.count("w_hang")), (2, 16, 8));
+    assert_eq!(lab.count("w_die"), 1);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn the_session_is_restored_before_any_call_runs_on_the_next_connection() {
+    let lab = Lab::new();
+    let client = lab.client("");
+    #[expect(deprecated)]
+    {
+        client.set_level(SetLevelRequestParams::new(LoggingLevel::Debug)).await.unwrap();
+        client.subscribe(SubscribeRequestParams::new("a:1")).await.unwrap();
+        client.subscribe(SubscribeRequestParams::new("a:2")).await.unwrap();
+        client.unsubscribe(UnsubscribeRequestParams::new("a:1")).await.unwrap();
+    }
+    assert_eq!(call(&client, "die").await.unwrap(), "again die");
+    assert_eq!(
+        lab.asked(),
+        [
+            "logging/setLevel",
+            "resources/subscribe",
+            "resources/subscribe",
+            "resources/unsubscribe",
+            "die",
+            "logging/setLevel",
+            "resources/subscribe",
+            "die"
+        ]
+    );
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_trusted_annotation_makes_a_read_and_one_that_is_taken_back_makes_none() {
+    let tools = r#"
+        hint='"readOnlyHint":true'; [ -n "$first" ] || hint='"readOnlyHint":false'
+        tools() { answer '{"tools":[{"name":"die","inputSchema":{"type":"object"},"annotations":{'"$hint"'}}]}'; }"#;
+    let lab = Lab::new();
+    let trusting = Connector::stdio((), lab.command(tools)).tools(ToolRules::new().trust_annotations());
+    let client = lab.stack(trusting);
+    client.ping().await.unwrap();
+    let error = call(&client, "die").await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+    assert_eq!((error.basis(), error.outcome()), (Basis::TrustedAnnotation, Outcome::Unknown));
+    assert_eq!(lab.asked(), ["tools/list", "die", "tools/list"]);
+    client.shutdown(PATIENCE).await;
+
+    // Without trust it is a write.
+    let lab = Lab::new();
+    let client = lab.stack(Connector::stdio((), lab.command(tools)));
+    assert_eq!(call(&client, "die").await.unwrap_err().basis(), Basis::Default);
+    assert_eq!(lab.asked(), ["die"]);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_page_of_a_lost_session_is_refused_and_a_whole_list_begun_again() {
+    let pages = r#"
+        tools() {
+            case $line in
+                *cursor*) [ -z "$first" ] || die; answer '{"tools":[{"name":"b","inputSchema":{"type":"object"}}]}' ;;
+                *) answer '{"tools":[{"name":"a","inputSchema":{"type":"object"}}],"nextCursor":"'"${first:-second}"'"}' ;;
+            esac
+        }"#;
+    let lab = Lab::new();
+    let client = lab.client(pages);
+    let names: Vec<_> = client.list_all_tools().await.unwrap().into_iter().map(|tool| tool.name).collect();
+    assert_eq!(names, ["a", "b"]);
+    assert_eq!(client.generation(), Some(2));
+    let old = PaginatedRequestParams::default().with_cursor(Some("first".into()));
+    let error = client.list_tools(Some(old)).await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::CursorOfAnotherSession)));
+    client.shutdown(PATIENCE).await;
+}
+
+const MODERN: &str = r#"
+discover() { answer '{"resultType":"complete","supportedVersions":["2026-07-28"],"capabilities":{"tools":{}},"ttlMs":0,"cacheScope":"private"}'; }
+initialize() { refuse -32022; }
+"#;
+
+#[tokio::test]
+async fn all_three_lifecycles_begin_a_connection_and_begin_it_again() {
+    let versions = || vec![ProtocolVersion::V_2026_07_28];
+    let auto = || ClientLifecycleMode::Auto { preferred_versions: versions(), legacy_version: None };
+    for (mode, before, protocol, asked) in [
+        (ClientLifecycleMode::Initialize, "", "2025-06-18", vec!["die", "die"]),
+        (
+            ClientLifecycleMode::Discover { preferred_versions: versions() },
+            MODERN,
+            "2026-07-28",
+            vec!["server/discover", "die", "server/discover", "die"],
+        ),
+        (auto(), MODERN, "2026-07-28", vec!["server/discover", "die", "server/discover", "die"]),
+        // What the server does not know it is asked once.
+        (auto(), "", "2025-06-18", vec!["server/discover", "die", "die"]),
+    ] {
+        let lab = Lab::new();
+        let client = lab.stack(lab.connector(before).lifecycle(mode));
+        assert_eq!(call(&client, "die").await.unwrap(), "again die");
+        assert_eq!(client.server_info().unwrap().protocol_version.as_str(), protocol);
+        let recovered = lab.events("recovery");
+        assert_eq!(recovered.len(), 1);
+        let asked: Vec<_> = asked.into_iter().map(str::to_owned).collect();
+        let known: Vec<_> = lab.asked();
+        // The probe of the recovery asks too.
+        assert_eq!(known[..asked.len()], asked[..], "{known:?}");
+        client.shutdown(PATIENCE).await;
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_get_through_its_handshake_says_why_and_the_call_is_not_done() {
+    let lab = Lab::new();
+    let client = lab.client("echo 'no config' >&2; exit 3");
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    let why = error.get_ref::<InitializeError>().unwrap();
+    assert_eq!(why.stderr(), ["no config"]);
+    // Whether its end or the broken pipe is seen first.
+    let text = error.to_string();
+    assert!(text.contains("cannot connect: the handshake failed: the "), "{text}");
+    assert!(!text.contains("no config"), "{text}");
+
+    let lab = Lab::new();
+    let client = lab.client("initialize() { refuse -32602; }");
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert!(error.to_string().ends_with("the handshake failed: the server answered with the error -32602"));
+}
+
+#[tokio::test]
+async fn progress_extends_an_idle_limit_up_to_the_deadline() {
+    let work = r#"
+        w_work() {
+            token=${line#*'"progressToken":'}; token=${token%%[,\}]*}
+            i=0; while [ $i -lt "$steps" ]; do
+                printf '{"jsonrpc":"2.0","method":"notifications/progress","params":{"progressToken":%s,"progress":%s}}\n' "$token" $i
+                sleep 0.1; i=$((i+1))
+            done; result worked
+        }"#;
+    let lab = Lab::new();
+    let client = lab.client(&format!("steps=30\n{work}"));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let patient = Request::from(tool("w_work")).idle(Duration::from_millis(2_500));
+    let start = Instant::now();
+    assert!(client.send(patient).await.is_ok());
+    assert!(start.elapsed() > Duration::from_millis(2_500));
+    client.shutdown(PATIENCE).await;
+
+    let lab = Lab::new();
+    let client = lab.client(&format!("steps=1000\n{work}"));
+    assert_eq!(call(&client, "ok").await.unwrap(), "ok");
+    let patient = Request::from(tool("w_work")).idle(SOON).within(Duration::from_millis(700));
+    let error = client.send(patient).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(matches!(error.cause(), Cause::Deadline));
+    client.shutdown(PATIENCE).await;
+}
+
+// ===== a transport of the user's =====
+
+/// Serves what its end of a pipe is asked, as the script says: `None` closes the pipe.
+async fn serve(io: tokio::io::DuplexStream, script: Arc<Mutex<VecDeque<Option<&'static str>>>>) {
+    let (read, mut write) = tokio::io::split(io);
+    let mut lines = BufReader::new(read).lines();
+    while let Ok(Some(line)) = lines.next_line().await {
+        let message: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let result = match message["method"].as_str() {
+            Some("initialize") => json!({
+                "protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": { "name": "mem", "version": "1" }
+            }),
+            Some("tools/call") => {
+                let next = script.lock().unwrap().pop_front();
+                match next {
+                    Some(None) => return,
+                    Some(Some(text)) => json!({ "content": [{ "type": "text", "text": text }] }),
+                    None => json!({ "content": [{ "type": "text", "text": "none" }] }),
+                }
+            }
+            _ if message.get("id").is_none() => continue,
+            _ => json!({}),
+        };
+        let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+        write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+    }
+}
+
+fn in_memory(script: &[Option<&'static str>]) -> Connector {
+    let script = Arc::new(Mutex::new(script.iter().copied().collect::<VecDeque<_>>()));
+    Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        tokio::spawn(serve(theirs, script.clone()));
+        Ok(ours)
+    })
+    .tools(ToolRules::new().read_only(["ok"]))
+}
+
+#[tokio::test]
+async fn a_transport_of_the_users_is_opened_anew_after_a_closure() {
+    let lab = Lab::new();
+    let client = lab.stack(in_memory(&[Some("one"), None, Some("two"), None]));
+    assert_eq!(call(&client, "ok").await.unwrap(), "one");
+    assert_eq!(call(&client, "ok").await.unwrap(), "two");
+    assert_eq!(client.generation(), Some(2));
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((error.outcome(), error.scope()), (Outcome::Unknown, Scope::Connection));
+    assert_eq!(call(&client, "w_ok").await.unwrap(), "none");
+    assert_eq!(client.generation(), Some(3));
+    assert_eq!(client.shutdown(PATIENCE).await, 0);
+}
+
+#[tokio::test]
+async fn the_users_handler_serves_the_server_over_all_connections() {
+    #[derive(Default)]
+    struct Handler {
+        asked: Mutex<Vec<String>>,
+    }
+    impl ClientHandler for Handler {
+        async fn ping(&self, _: rmcp::service::RequestContext<RoleClient>) -> Result<(), rmcp::ErrorData> {
+            self.asked.lock().unwrap().push("ping".into());
+            Ok(())
+        }
+    }
+    let lab = Lab::new();
+    let handler = Arc::new(Handler::default());
+    let before = r#"w_ask() { printf '{"jsonrpc":"2.0","id":"s","method":"ping"}\n'; ask=$id; read -r line; id=$ask; say answered; result asked; }
+        always=always"#;
+    let connector = Connector::stdio(Arc::clone(&handler), lab.command(before))
+        .tools(ToolRules::new().read_only(["last"]));
+    let client = lab.stack(connector);
+    for _ in 0..2 {
+        assert_eq!(call(&client, "w_ask").await.unwrap(), "asked");
+        assert_eq!(call(&client, "last").await.unwrap(), "last");
+        until(|| client.peer().is_none_or(|peer| peer.is_transport_closed())).await;
+    }
+    assert_eq!(*handler.asked.lock().unwrap(), ["ping", "ping"]);
+    assert_eq!(lab.count("answered"), 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[test]
+fn options_of_another_transport_are_a_wrong_configuration() {
+    let wrong =
+        |connector: Connector| Stack::<_, Request, ServerResult>::builder(connector).build().unwrap_err();
+    let http = || Connector::http((), "http://localhost:1/mcp");
+    assert!(wrong(http().exit_ends_effects()).to_string().contains("exit_ends_effects"));
+    assert!(wrong(http().stderr_lines(1)).to_string().contains("stderr_lines"));
+    assert!(wrong(Connector::http((), "localhost")).to_string().contains("URL"));
+    let child = Connector::stdio((), Command::new("sh"));
+    let child = child.on_unauthorized(|_| async { Ok(String::new()) });
+    assert!(wrong(child).to_string().contains("on_unauthorized"));
+    assert!(wrong(http().probe_timeout(Duration::ZERO)).to_string().contains("probe_timeout"));
+}
+
+#[test]
+fn a_request_says_what_it_may_do_and_hides_its_arguments() {
+    let write = Request::tool("pay", json!({ "card": "4711" }));
+    assert!(!format!("{write:?}").contains("4711"));
+    assert_eq!(write.effect(), Effect::Write);
+    assert_eq!(Request::list_tools(None).effect(), Effect::ReadOnly);
+    let custom = |method: &str, params| Request::new(CustomRequest::new(method, Some(params)));
+    assert_eq!(custom("acme/charge", json!({})).effect(), Effect::Write);
+    assert_eq!(custom("tasks/get", json!({})).effect(), Effect::ReadOnly);
+    assert_eq!(custom("resources/read", json!({ "requestState": "x" })).effect(), Effect::Write);
+}
+
+// ===== Streamable HTTP, what the tests of the fault tables do not have =====
+
+/// What an HTTP server answers to a request's head and body.
+type Answer = Box<dyn Fn(&str, &serde_json::Value) -> String + Send + Sync>;
+
+/// A server of one answer a connection; its address, and what it was asked.
+async fn http_server(answer: Answer) -> (String, Arc<Mutex<Vec<String>>>) {
+    use tokio::io::AsyncReadExt;
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}/mcp", listener.local_addr().unwrap());
+    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+    let log = asked.clone();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut bytes = Vec::new();
+            let (head, body) = loop {
+                let text = String::from_utf8_lossy(&bytes).into_owned();
+                if let Some((head, body)) = text.split_once("\r\n\r\n") {
+                    let head = head.to_ascii_lowercase();
+                    let length = head.split("content-length: ").nth(1).and_then(|rest| rest.lines().next());
+                    let length: usize = length.map_or(0, |length| length.parse().unwrap());
+                    if body.len() >= length {
+                        break (head, body.to_owned());
+                    }
+                }
+                if stream.read_buf(&mut bytes).await.unwrap_or(0) == 0 {
+                    break (String::new(), String::new());
+                }
+            };
+            let message: serde_json::Value = serde_json::from_str(&body).unwrap_or_default();
+            let verb = head.split(' ').next().unwrap_or_default().to_owned();
+            let method = message["method"].as_str().unwrap_or_default();
+            log.lock().unwrap().push(format!("{verb} {method}"));
+            let _ = stream.write_all(answer(&head, &message).as_bytes()).await;
+        }
+    });
+    (address, asked)
+}
+
+fn respond(status: &str, headers: &str, body: &str) -> String {
+    format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len())
+}
+
+/// What a server of sessions answers that has nothing against the request.
+fn well(session: &str, message: &serde_json::Value) -> String {
+    let result = match message["method"].as_str() {
+        Some("initialize") => json!({
+            "protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": { "name": "http", "version": "1" }
+        }),
+        Some("tools/call") => json!({ "content": [{ "type": "text", "text": session }] }),
+        _ => json!({}),
+    };
+    if message.get("id").is_none() {
+        return respond(if message.is_null() { "405 Method Not Allowed" } else { "202 Accepted" }, "", "");
+    }
+    let body = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result }).to_string();
+    respond("200 OK", &format!("Content-Type: application/json\r\nMcp-Session-Id: {session}\r\n"), &body)
+}
+
+#[tokio::test]
+async fn a_lost_session_that_is_told_with_the_requests_own_id_is_a_lost_session_all_the_same() {
+    let sessions = Arc::new(Mutex::new(0));
+    let answer: Answer = Box::new(move |head, message| {
+        let mut sessions = sessions.lock().unwrap();
+        if message["method"] == "initialize" {
+            *sessions += 1;
+        }
+        if *sessions == 1 && head.contains("mcp-session-id") && !message["id"].is_null() {
+            let error = json!({ "code": -32000, "message": "Bad Request: No valid session ID provided" });
+            let body = json!({ "jsonrpc": "2.0", "id": message["id"], "error": error }).to_string();
+            return respond("400 Bad Request", "Content-Type: application/json\r\n", &body);
+        }
+        well(&format!("s{sessions}"), message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let lab = Lab::new();
+    let rules = ToolRules::new().read_only(["ok"]);
+    let client = lab.stack(Connector::http((), address).tools(rules));
+    assert_eq!(call(&client, "ok").await.unwrap(), "s2");
+    let error = call(&client, "w_ok").await;
+    assert_eq!(error.unwrap(), "s2");
+    assert_eq!(client.generation(), Some(2));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 3);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn an_error_that_comes_with_400_on_a_living_session_is_the_servers_answer() {
+    let answer: Answer = Box::new(|_, message| {
+        if message["method"] == "tools/call" {
+            let error = json!({ "code": -32602, "message": "no such tool" });
+            let body = json!({ "jsonrpc": "2.0", "id": message["id"], "error": error }).to_string();
+            return respond("400 Bad Request", "Content-Type: application/json\r\n", &body);
+        }
+        well("s1", message)
+    });
+    let (address, _) = http_server(answer).await;
+    let client = Lab::new().stack(Connector::http((), address));
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!(error.answer().unwrap().code, -32602);
+    assert_eq!(client.generation(), Some(1));
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn credentials_that_are_refused_from_the_beginning_are_refreshed_for_handshake_and_stream() {
+    let answer: Answer = Box::new(|head, message| {
+        if !head.contains("authorization: bearer fresh") {
+            return respond("401 Unauthorized", "WWW-Authenticate: Bearer\r\n", "");
+        }
+        well("s1", message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let refreshed = Arc::new(Mutex::new(0));
+    let count = refreshed.clone();
+    let connector = Connector::http((), address).on_unauthorized(move |refused: sdk::Unauthorized| {
+        *count.lock().unwrap() += 1;
+        async move {
+            assert_eq!(refused.challenge(), Some("Bearer"));
+            Ok("fresh".to_owned())
+        }
+    });
+    let client = Lab::new().stack(connector);
+    assert_eq!(call(&client, "w_ok").await.unwrap(), "s1");
+    assert_eq!(*refreshed.lock().unwrap(), 1);
+    until(|| asked.lock().unwrap().iter().any(|asked| asked == "get ")).await;
+    let posts: Vec<_> =
+        asked.lock().unwrap().iter().filter(|asked| asked.starts_with("post")).cloned().collect();
+    assert_eq!(
+        posts,
+        ["post initialize", "post initialize", "post notifications/initialized", "post tools/call"]
+    );
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call_asks_again() {
+    let answer: Answer = Box::new(|head, message| {
+        let refused = message["method"] == "tools/call" && !head.contains("authorization: bearer 3");
+        if refused { respond("401 Unauthorized", "", "") } else { well("s1", message) }
+    });
+    let (address, asked) = http_server(answer).await;
+    let tokens = Arc::new(Mutex::new(0));
+    let connector =
+        Connector::http((), address).tools(ToolRules::new().read_only(["ok"])).on_unauthorized(move |_| {
+            *tokens.lock().unwrap() += 1;
+            let token = tokens.lock().unwrap().to_string();
+            async move { Ok(token) }
+        });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "ok").await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Evidence(goaround::Evidence::Unauthorized)), "{error:?}");
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 2));
+    let text = error.to_string();
+    assert!(text.contains("unauthorized (401) (the credentials were refused (HTTP 401))"), "{text}");
+    // A write is refreshed for, and not sent again.
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 1));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 3);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_siblings() {
+    let fails = Arc::new(Mutex::new(VecDeque::from(["502 Bad Gateway", "404 Not Found"])));
+    let answer: Answer = Box::new(move |head, message| {
+        let failing = message["method"] == "tools/call" && message["params"]["name"] == "w_ok";
+        let status = if failing { fails.lock().unwrap().pop_front() } else { None };
+        let session = if head.contains("mcp-session-id: s1") { "s1" } else { "s" };
+        status.map_or_else(|| well(session, message), |status| respond(status, "", ""))
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::new((), move || {
+        let config =
+            StreamableHttpClientTransportConfig::with_uri(address.as_str()).reinit_on_expired_session(false);
+        let client = reqwest::Client::builder().pool_max_idle_per_host(0).build().unwrap();
+        Ok(StreamableHttpClientTransport::with_client(client, config))
+    });
+    let client = Lab::new().stack(connector);
+    client.ping().await.unwrap();
+    let lost = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((lost.outcome(), lost.scope()), (Outcome::Unknown, Scope::Call), "{lost:?}");
+    assert_eq!(lost.get_ref::<sdk::HttpError>().unwrap().status(), Some(502));
+    client.ping().await.unwrap();
+    assert_eq!(client.generation(), Some(1));
+    let forgotten = call(&client, "w_ok").await.unwrap_err();
+    assert!(matches!(forgotten.cause(), Cause::Evidence(goaround::Evidence::SessionUnknown)));
+    assert_eq!((forgotten.outcome(), forgotten.scope()), (Outcome::Unknown, Scope::Connection));
+    client.ping().await.unwrap();
+    assert_eq!(client.generation(), Some(2));
+    let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
+    assert_eq!(posts, 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is() {
+    let sessions = Arc::new(Mutex::new(0));
+    let answer: Answer = Box::new(move |head, message| {
+        let mut sessions = sessions.lock().unwrap();
+        if message["method"] == "initialize" {
+            *sessions += 1;
+        }
+        let forgotten = *sessions == 1 && message["method"] == "tools/call";
+        if forgotten || head.contains("mcp-session-id: s1") && *sessions > 1 {
+            return respond("404 Not Found", "", "");
+        }
+        well(&format!("s{sessions}"), message)
+    });
+    let (address, asked) = http_server(answer).await;
+    let rules = ToolRules::new().read_only(["ok"]);
+    let client = Lab::new().stack(Connector::http((), address).tools(rules));
+    assert_eq!(call(&client, "ok").await.unwrap(), "s2");
+    client.shutdown(PATIENCE).await;
+    let ended = asked.lock().unwrap().iter().filter(|asked| asked.starts_with("delete")).count();
+    assert_eq!(ended, 1);
+}

@@ -1,0 +1,464 @@
+//! The official SDK under the stack, over the pipes of real child processes that end, stop and babble in every
+//! way: what the callers of reads and writes are told, and which process saw which call.
+#![cfg(unix)]
+
+#[path = "lab/sdk.rs"]
+mod lab;
+
+use std::{fs, future::Future, path::PathBuf, sync::Arc, time::Duration};
+
+use goaround::{
+    Call, WriteSafetyLayer,
+    sdk::{Client, Connector, Request},
+};
+use lab::{Events, append, builder, check, check_without_a_word, lines, ms, word};
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, DuplexStream},
+    process::Command,
+    sync::Semaphore,
+    task::JoinSet,
+    time::{Instant, sleep, timeout},
+};
+
+const BOUND: Duration = Duration::from_secs(30);
+
+async fn bounded<F: Future>(what: &str, future: F) -> F::Output {
+    match timeout(BOUND, future).await {
+        Ok(output) => output,
+        Err(_) => panic!("{what}: hangs"),
+    }
+}
+
+/// A server in shell. It notes each start and each call of a tool, with the number of its process, in `$log`, and
+/// the effects of `append` in `$effects`. The first call of `$tool` meets `$fault` in place of an answer, after
+/// its effect where `$lands` says so.
+const SERVER: &str = r#"
+answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
+text() { answer '{"content":[]}'; }
+effect() { echo "$line" >>"$effects"; }
+lines() {
+    all=
+    while read -r one; do all="$all${all:+,}\"$one\""; done <"$effects"
+    answer "{\"content\":[],\"structuredContent\":{\"result\":[$all]}}"
+}
+echo start >>"$log"
+process=$(grep -c start "$log")
+echo $$ >"$log.$process"
+while read -r message; do
+    case $message in *'"id":'*) ;; *) continue ;; esac
+    id=${message#*'"id":'}; id=${id%%,*}; id=${id%%\}*}
+    method=${message#*'"method":"'}; method=${method%%'"'*}
+    case $method in
+        initialize) answer '{"protocolVersion":"2025-06-18","capabilities":{"tools":{}},"serverInfo":{"name":"sh","version":"1"}}'; continue ;;
+        tools/call) ;;
+        ping) answer '{}'; continue ;;
+        tools/list) answer '{"tools":[{"name":"append","inputSchema":{"type":"object"}},{"name":"lines","inputSchema":{"type":"object"}}]}'; continue ;;
+        *) printf '{"jsonrpc":"2.0","id":%s,"error":{"code":-32601,"message":"no"}}\n' "$id"; continue ;;
+    esac
+    case $message in *'"name":"append"'*) name=append ;; *) name=lines ;; esac
+    line=${message#*'"line":"'}; line=${line%%'"'*}
+    echo "$name p$process" >>"$log"
+    if [ "$name" = "$tool" ] && [ ! -e "$log.once" ]; then
+        : >"$log.once"
+        [ -z "$lands" ] || effect
+        eval "$fault"
+    elif [ $name = append ]; then effect; text
+    else lines; fi
+done
+"#;
+
+struct Peer {
+    folder: tempfile::TempDir,
+}
+
+impl Peer {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("effects"), "").unwrap();
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// What becomes of the first call of a tool.
+    fn command(&self, tool: &str, fault: &str, lands: bool) -> Command {
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(SERVER);
+        command.env("log", self.path("log")).env("effects", self.path("effects"));
+        command.env("tool", tool).env("fault", fault).env("lands", if lands { "yes" } else { "" });
+        command
+    }
+
+    fn connector(&self, tool: &str, fault: &str, lands: bool) -> Connector {
+        Connector::stdio((), self.command(tool, fault, lands)).shutdown_grace(ms(100), ms(100))
+    }
+
+    fn effects(&self) -> Vec<String> {
+        fs::read_to_string(self.path("effects")).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    /// The calls that its processes saw.
+    fn calls(&self) -> Vec<String> {
+        let log = fs::read_to_string(self.path("log")).unwrap_or_default();
+        log.lines().filter(|line| *line != "start").map(str::to_owned).collect()
+    }
+
+    fn processes(&self) -> usize {
+        let log = fs::read_to_string(self.path("log")).unwrap_or_default();
+        log.lines().filter(|line| *line == "start").count()
+    }
+
+    fn process(&self, nth: usize) -> rustix::process::Pid {
+        let id = fs::read_to_string(self.path(&format!("log.{nth}"))).unwrap();
+        rustix::process::Pid::from_raw(id.trim().parse().unwrap()).unwrap()
+    }
+
+    /// Waits until that process is gone, or waits to be reaped.
+    async fn has_gone(&self, nth: usize) {
+        let stat = format!("/proc/{}/stat", self.process(nth));
+        let alive = || match fs::read_to_string(&stat) {
+            Ok(stat) => !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with(['Z', 'X']),
+            Err(_) => {
+                cfg!(not(target_os = "linux"))
+                    && rustix::process::test_kill_process(self.process(nth)).is_ok()
+            }
+        };
+        let begin = Instant::now();
+        while alive() {
+            assert!(begin.elapsed() < BOUND, "process {nth} lives on");
+            sleep(ms(2)).await;
+        }
+        // And for what is in the pipe to be read.
+        sleep(ms(100)).await;
+    }
+}
+
+// ===== The fault table =====
+
+struct Row {
+    fault: &'static str,
+    script: &'static str,
+    read: &'static str,
+    write: &'static str,
+    /// With a check, an effect that has come, and a process whose end ends its effects.
+    landed: &'static str,
+    absent: &'static str,
+}
+
+/// The process is gone.
+fn lost(fault: &'static str, script: &'static str) -> Row {
+    Row {
+        fault,
+        script,
+        read: "ok: lines p1, lines p2",
+        write: "unknown: append p1",
+        landed: "done: append p1, lines p2",
+        absent: "ok: append p1, lines p2, append p2",
+    }
+}
+
+/// An answer, whatever else there is.
+fn fine(fault: &'static str, script: &'static str) -> Row {
+    Row {
+        fault,
+        script,
+        read: "ok: lines p1",
+        write: "ok: append p1",
+        landed: "ok: append p1",
+        absent: "ok: append p1",
+    }
+}
+
+/// Table 2.3 of the reference, and what belongs beside it.
+fn table() -> Vec<Row> {
+    vec![
+        lost("exits before the answer", "exit 3"),
+        lost("is killed before the answer", "kill -KILL $$"),
+        lost("half a JSON line, exits", r#"printf '{"jsonrpc":"2.0","id":%s,"resu' "$id"; exit 0"#),
+        lost("closes stdout, stays alive", "exec >&-; exec sleep 1000"),
+        lost("closes stdout and stdin, stays alive", "exec >&- <&-; exec sleep 1000"),
+        lost("exits, and a grandchild keeps its stdout", "sleep 1000 & exit 3"),
+        fine("answers, then exits", "text; exit 0"),
+        fine(
+            "answers without a newline, then exits",
+            r#"printf '{"jsonrpc":"2.0","id":%s,"result":{"content":[]}}' "$id"; exit 0"#,
+        ),
+        fine("a line of no JSON before the answer", "echo 'Listening on stdio'; text"),
+        fine("an empty line before the answer", "echo; text"),
+        fine("bytes of no text before the answer", r"printf '\377\376\n'; text"),
+        fine("another's answer before it", r#"echo '{"jsonrpc":"2.0","id":4711,"result":{}}'; text"#),
+        fine(
+            "an error without an id before it",
+            r#"echo '{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"no"}}'; text"#,
+        ),
+        fine("the id as a string", r#"id="\"$id\""; text"#),
+        fine("the answer twice", "text; text"),
+        fine("CRLF", r#"printf '{"jsonrpc":"2.0","id":%s,"result":{"content":[]}}\r\n' "$id""#),
+    ]
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Column {
+    Read,
+    WriteLanded,
+    WriteAbsent,
+    CheckedLanded,
+    CheckedAbsent,
+    /// Nobody declared that its effects end with it.
+    Fenceless,
+}
+
+async fn fly(row: &Row, column: Column) -> Result<(), String> {
+    let expected = match column {
+        Column::Read => row.read.to_owned(),
+        Column::WriteLanded | Column::WriteAbsent => row.write.to_owned(),
+        Column::CheckedLanded => row.landed.to_owned(),
+        Column::CheckedAbsent => row.absent.to_owned(),
+        Column::Fenceless => match row.landed.strip_prefix("done: ") {
+            Some(calls) => format!("unknown: {calls}"),
+            None => row.landed.to_owned(),
+        },
+    };
+    let peer = Peer::new();
+    let lands = matches!(column, Column::WriteLanded | Column::CheckedLanded);
+    let (tool, request) = match column {
+        Column::Read => ("lines", lines()),
+        _ => ("append", append("x")),
+    };
+    let mut connector = peer.connector(tool, row.script, lands);
+    let safety = match column {
+        Column::CheckedLanded | Column::CheckedAbsent => {
+            connector = connector.exit_ends_effects();
+            WriteSafetyLayer::new(check_without_a_word)
+        }
+        Column::Fenceless => WriteSafetyLayer::new(check_without_a_word),
+        _ => WriteSafetyLayer::refuse(),
+    };
+    let events = Events::default();
+    let client = builder(connector).deadline(ms(10_000)).writes(safety).on_event(events.sink());
+    let client = client.build().map_err(|error| error.to_string())?;
+    if client.send(Request::ping()).await.is_err() {
+        return Err("it does not start".to_owned());
+    }
+    let begin = Instant::now();
+    let result = client.send(request).await;
+    let took = begin.elapsed();
+
+    let found = format!("{}: {}", word(&result), peer.calls().join(", "));
+    let mut wrong = Vec::new();
+    if found != expected {
+        wrong.push(format!("{found:?} instead of {expected:?}; {result:?}"));
+    }
+    if took > ms(2_500) {
+        wrong.push(format!("it took {took:?}"));
+    }
+    let unknown = events.of("in_doubt").iter().filter(|report| report["outcome"] == "unknown").count();
+    if unknown != usize::from(word(&result) == "unknown") {
+        wrong.push(format!("reported as unknown {unknown} times: {:?}", events.all()));
+    }
+    if row.script.ends_with("exit 0") {
+        // Noticed before the next call: provably nothing of it is sent to the old one.
+        peer.has_gone(1).await;
+    }
+    let next = [client.send(append("next")).await, client.send(lines()).await];
+    if next.each_ref().map(word) != ["ok", "ok"] {
+        wrong.push(format!("and the next calls: {next:?}"));
+    }
+    let effects = peer.effects();
+    let count = |line: &str| effects.iter().filter(|effect| *effect == line).count();
+    let come = match column {
+        Column::CheckedAbsent if expected.ends_with("append p2") => 1,
+        _ => usize::from(lands),
+    };
+    if (count("x"), count("next")) != (come, 1) {
+        wrong.push(format!("{effects:?} instead of {come} effects"));
+    }
+    client.shutdown(ms(1_000)).await;
+    match wrong.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{} ({column:?}): {}", row.fault, wrong.join("; "))),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_end_of_a_child_ends_its_calls_as_the_table_says_and_no_write_runs_twice() {
+    use Column::{CheckedAbsent, CheckedLanded, Fenceless, Read, WriteAbsent, WriteLanded};
+    let at_once = Arc::new(Semaphore::new(4));
+    let mut flights = JoinSet::new();
+    for row in table() {
+        let row = Arc::new(row);
+        for column in [Read, WriteLanded, WriteAbsent, CheckedLanded, CheckedAbsent, Fenceless] {
+            let (row, at_once) = (Arc::clone(&row), Arc::clone(&at_once));
+            flights.spawn(async move {
+                let _permit = at_once.acquire().await.expect("it is never closed");
+                match timeout(BOUND, fly(&row, column)).await {
+                    Ok(result) => result,
+                    Err(_) => Err(format!("{} ({column:?}): hangs", row.fault)),
+                }
+            });
+        }
+    }
+    let mut wrong: Vec<String> = flights.join_all().await.into_iter().filter_map(Result::err).collect();
+    wrong.sort();
+    assert!(wrong.is_empty(), "{} flights went wrong:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[tokio::test]
+async fn a_child_that_no_longer_reads_is_replaced_and_nothing_was_sent() {
+    // It answers and closes its input.
+    let peer = Peer::new();
+    let client = builder(peer.connector("lines", "text; exec <&-; exec sleep 1000", false)).build().unwrap();
+    assert_eq!(word(&bounded("the last", client.send(lines())).await), "ok");
+    sleep(ms(200)).await;
+    let write = bounded("a broken pipe", client.send(append("x"))).await;
+    assert_eq!(word(&write), "ok", "{write:?}");
+    assert_eq!(peer.calls(), ["lines p1", "append p2"]);
+    assert_eq!((peer.effects(), client.generation()), (vec!["x".to_owned()], Some(2)));
+}
+
+#[tokio::test]
+async fn a_child_that_stops_is_replaced_once_it_has_failed_the_probe() {
+    let peer = Peer::new();
+    let connector = peer.connector("append", "kill -STOP $$", false).probe_timeout(ms(200));
+    let client = builder(connector).build().unwrap();
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    let write = bounded("it stopped", client.send(append("x").within(ms(400)))).await;
+    assert_eq!(word(&write), "unknown", "{write:?}");
+    sleep(ms(500)).await;
+    let next = bounded("the next", client.send(append("y"))).await;
+    assert_eq!(word(&next), "ok", "{next:?}");
+    assert_eq!(peer.calls(), ["lines p1", "append p1", "append p2"]);
+    assert_eq!((peer.effects(), client.generation()), (vec!["y".to_owned()], Some(2)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sixteen_calls_at_a_closure_share_one_new_process_and_each_is_judged_alone() {
+    for checked in [false, true] {
+        let peer = Peer::new();
+        // Dies at the first write, after its effect; the others are in its pipe.
+        let mut connector = peer.connector("append", "sleep 0.3; kill -KILL $$", true);
+        let safety = match checked {
+            true => {
+                connector = connector.exit_ends_effects();
+                WriteSafetyLayer::new(check_without_a_word).independent_writes()
+            }
+            false => WriteSafetyLayer::refuse(),
+        };
+        let client = Arc::new(builder(connector).deadline(BOUND).writes(safety).build().unwrap());
+        assert_eq!(word(&client.send(lines()).await), "ok");
+        let first = lab::spawn(&client, append("w0"));
+        while peer.calls().len() < 2 {
+            sleep(ms(2)).await;
+        }
+        let mut reads = Vec::new();
+        let mut writes = vec![first];
+        for nth in 1..8 {
+            reads.push(lab::spawn(&client, lines()));
+            writes.push(lab::spawn(&client, append(&format!("w{nth}"))));
+        }
+        for read in reads {
+            let read = bounded("a read", read).await.unwrap();
+            assert_eq!(word(&read), "ok", "{read:?}");
+        }
+        for (nth, write) in writes.into_iter().enumerate() {
+            let write = bounded("a write", write).await.unwrap();
+            let expected = match (checked, nth) {
+                (false, _) => "unknown",
+                (true, 0) => "done",
+                (true, _) => "ok",
+            };
+            assert_eq!(word(&write), expected, "w{nth}: {write:?}");
+        }
+        let mut effects = peer.effects();
+        effects.sort();
+        let all: Vec<_> = (0..8).map(|nth| format!("w{nth}")).collect();
+        assert_eq!(effects, if checked { &all[..] } else { &all[..1] });
+        assert_eq!((peer.processes(), client.generation()), (2, Some(2)));
+    }
+}
+
+#[tokio::test]
+async fn a_write_that_its_pipe_never_took_whole_is_not_done_and_one_that_it_took_is_unknown() {
+    for (bytes, expected) in [(1 << 20, "not done"), (1 << 10, "unknown")] {
+        let peer = Peer::new();
+        // It stops reading, and is killed while more than the pipe holds is on its way.
+        let connector = peer.connector("lines", "text; kill -STOP $$", false).probe_timeout(BOUND);
+        let events = Events::default();
+        let client = Arc::new(builder(connector).deadline(BOUND).on_event(events.sink()).build().unwrap());
+        assert_eq!(word(&bounded("the last", client.send(lines())).await), "ok");
+        let write = lab::spawn(&client, append(&"x".repeat(bytes)));
+        // Long enough for what the pipe holds to be written.
+        sleep(ms(300)).await;
+        rustix::process::kill_process(peer.process(1), rustix::process::Signal::KILL).unwrap();
+        let write = bounded("killed", write).await.unwrap();
+        assert_eq!(word(&write), expected, "{bytes}: {write:?}");
+        assert_eq!(events.of("in_doubt").len(), usize::from(expected == "unknown"));
+        assert_eq!(word(&bounded("the next", client.send(append("y"))).await), "ok");
+        assert_eq!(peer.effects(), ["y"]);
+    }
+}
+
+// ===== A transport of the caller's own =====
+
+/// An MCP server over a pipe in memory; the nth connection answers calls of tools with `$ID` filled in.
+async fn serve(pipe: DuplexStream, answer: &'static str, handshakes: Arc<std::sync::atomic::AtomicUsize>) {
+    let mut pipe = BufReader::new(pipe);
+    loop {
+        let mut line = String::new();
+        if pipe.read_line(&mut line).await.unwrap_or(0) == 0 {
+            return;
+        }
+        let message: Value = serde_json::from_str(&line).unwrap();
+        let (id, method) = (message["id"].to_string(), message["method"].as_str().unwrap_or_default());
+        let own = r#"{"jsonrpc":"2.0","id":$ID,"result":{"content":[]}}"#;
+        let answer = match method {
+            _ if message["id"].is_null() => continue,
+            "initialize" => {
+                handshakes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                let result = json!({
+                    "protocolVersion": "2025-06-18", "capabilities": {},
+                    "serverInfo": { "name": "pipe", "version": "1" },
+                });
+                format!(r#"{{"jsonrpc":"2.0","id":{id},"result":{result}}}"#)
+            }
+            "tools/call" if answer.is_empty() => own.replace("$ID", &id),
+            "tools/call" => answer.replace("$ID", &id),
+            // A server that hangs does so for the probe too.
+            _ => continue,
+        };
+        let _ = pipe.write_all(format!("{answer}\n").as_bytes()).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_the_sdk_drops_ends_at_the_deadline_and_the_next_call_has_a_new_connection() {
+    for answer in [
+        r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32000,"message":"no"}}"#,
+        r#"{"jsonrpc":"2.0","error":{"code":-32000,"message":"no"}}"#,
+        r#"{"jsonrpc":"2.0","id":"server-error","error":{"code":-32600,"message":"no"}}"#,
+        r#"{"jsonrpc":"2.0","id":4711,"result":{"content":[]}}"#,
+        "{}",
+    ] {
+        let handshakes = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let (count, made) = (Arc::clone(&handshakes), std::sync::atomic::AtomicUsize::new(0));
+        let connector = Connector::new((), move || {
+            let (ours, theirs) = tokio::io::duplex(1 << 16);
+            let first = made.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 0;
+            tokio::spawn(serve(theirs, if first { answer } else { "" }, Arc::clone(&count)));
+            Ok(ours)
+        });
+        let client: Client = builder(connector.probe_timeout(ms(500))).check(check).build().unwrap();
+        let begin = Instant::now();
+        let read = bounded(answer, client.send(lines().within(ms(2_000)))).await;
+        assert_eq!(word(&read), "no answer", "{answer}: {read:?}");
+        assert_eq!(begin.elapsed(), ms(2_000), "{answer}");
+        sleep(ms(1_000)).await;
+        let next = bounded(answer, client.send(append("x"))).await;
+        assert_eq!(word(&next), "ok", "{answer}: {next:?}");
+        assert_eq!(handshakes.load(std::sync::atomic::Ordering::Relaxed), 2, "{answer}");
+        assert_eq!(client.generation(), Some(2), "{answer}");
+    }
+}
