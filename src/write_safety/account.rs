@@ -121,7 +121,11 @@ impl Account {
         let Some(step) = self.step.as_mut().filter(|_| !off!(Enter)) else { return Poll::Ready(Ok(())) };
         let result = ready!(step.as_mut().poll(cx));
         self.step = None;
-        self.revision = result.as_ref().ok().copied();
+        match &result {
+            // Nothing has changed.
+            Err(LedgerError::Overtaken(_)) => self.claim = Claim::None,
+            result => self.revision = result.as_ref().ok().copied(),
+        }
         self.last = self.revision.unwrap_or(self.last);
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
         if self.claim == Claim::UnderWay && result.is_ok() {

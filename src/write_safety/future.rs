@@ -850,7 +850,12 @@ where
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
         }
-        self.last_error().note("not replayed: the ledger could not claim the replay")
+        self.last_error().note(match error {
+            LedgerError::Overtaken(_) => {
+                "not replayed: another write that touches it was entered by another process"
+            }
+            _ => "not replayed: the ledger could not claim the replay",
+        })
     }
 
     /// Starts to settle the doubt about the attempt, unless a check is under way already.

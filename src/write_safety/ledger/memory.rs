@@ -17,7 +17,8 @@ const MOST: usize = 10_000;
 /// It keeps the writes in doubt alone, so that a write that is answered costs next to nothing. It holds 10,000
 /// of them. When it is full the oldest one without a conflict key makes place, which its event has reported;
 /// those with a key stay, since their keys would be free without a word, and where all have one the next write
-/// is refused.
+/// is refused. Of what is settled or forgotten by hand nothing stays but a line to `tracing`; `DurableLedger` keeps a
+/// record.
 ///
 /// ```
 /// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::ledger::{Ledger, MemoryLedger}};

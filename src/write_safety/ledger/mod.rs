@@ -160,8 +160,8 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 /// - refuses [`claim`](Ledger::claim), [`enter`](Ledger::enter) and [`started`](Ledger::started) to an owner
 ///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
 ///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
-/// - refuses a claim where another entry with the same conflict key, or with none, was entered since this one,
-///   as the layer does for the writes of its own process.
+/// - refuses a claim with [`LedgerError::Overtaken`] where an entry that [touches](Entry::touches) this one was
+///   entered since, as the layer does for the writes of its own process.
 ///
 /// That keeps replays apart, and not what was sent already: a fence must hold besides. `tests/stateright.rs` explores
 /// two such processes in every order, and shows what happens where a lease alone counts.
@@ -193,8 +193,8 @@ pub trait Ledger: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`LedgerError::Conflict`] if the entry is at another revision, or closed, or was claimed before. On any
-    /// error it is not replayed.
+    /// [`LedgerError::Conflict`] if the entry is at another revision, or closed, or was claimed before;
+    /// [`LedgerError::Overtaken`]. On any error it is not replayed.
     fn claim(&self, id: EntryId, revision: u64) -> impl Future<Output = Result<u64, LedgerError>> + Send;
 
     /// The entries in doubt, oldest first: those that were said to be, and the open ones whose process is gone.
@@ -445,6 +445,11 @@ impl Entry {
         Ok(self.touch(now))
     }
 
+    /// Whether the two writes may touch each other: they have the same conflict key, or one of them has none.
+    pub fn touches(&self, other: &Entry) -> bool {
+        self.key == other.key || self.key.is_none() || other.key.is_none()
+    }
+
     /// Claims its one replay, if it is at that revision, not closed, and was not replayed before.
     ///
     /// # Errors
@@ -514,6 +519,10 @@ pub enum LedgerError {
     /// Somebody else has settled or claimed that entry meanwhile, or it is not there.
     #[error("the ledger's entry {0} was changed by somebody else, or is closed")]
     Conflict(EntryId),
+    /// Another write that touches it was entered since, by another process: it is not replayed over that one. The
+    /// entry is as it was.
+    #[error("another write that touches the write {0} was entered since")]
+    Overtaken(EntryId),
     /// An earlier write with the same conflict key is in doubt. Settle or forget it first.
     #[error("the write {id} ({method}) with the same conflict key is in doubt")]
     KeyInDoubt {
