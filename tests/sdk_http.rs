@@ -11,12 +11,20 @@ mod lab;
 use std::{future::Future, sync::Arc, time::Duration};
 
 use goaround::{
-    Call, CallError, Cause, Evidence, Outcome, ReconnectLayer, RetryReadOnly, WriteSafetyLayer,
-    sdk::{Client, Connector, Http},
+    Call, CallError, Cause, Delivery, Evidence, Outcome, ReconnectLayer, RetryReadOnly, Scope,
+    WriteSafetyLayer,
+    sdk::{Client, Connector, Http, HttpError, HttpErrorKind},
 };
 use http::{BlackHole, Era, Gate, JSON, On, Reply, SSE, Seen, Server, appended, no_valid_session};
 use lab::{Events, append, builder, check, check_without_a_word, lines, ms, spawn, told, word};
-use rmcp::{model::ServerResult, transport::streamable_http_client::StreamableHttpClientTransportConfig};
+use rmcp::{
+    ServiceError,
+    model::ServerResult,
+    transport::{
+        StreamableHttpClientTransport,
+        streamable_http_client::{StreamableHttpClientTransportConfig, StreamableHttpError},
+    },
+};
 use serde_json::{Value, json};
 use tokio::{
     sync::Semaphore,
@@ -1672,4 +1680,85 @@ async fn notifications_are_sent_once_and_never_again() {
     assert!(sent.iter().all(|seen| seen.session.as_deref() == Some("s1")));
     assert_eq!(word(&client.send(append("x")).await), "ok");
     assert_eq!(server.requests(method).len(), 4, "not on the next session");
+}
+
+// ===== A transport of the caller's own that makes sessions anew by itself =====
+
+/// The SDK's transport as it is by default: after a 404 it begins another session, and sends requests again.
+fn replaying(server: &Server, recovery: Duration) -> Connector {
+    let url = server.url();
+    Connector::new((), move || {
+        let mut config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
+        config.session_recovery_timeout = recovery;
+        Ok(StreamableHttpClientTransport::with_client(reqwest::Client::new(), config))
+    })
+}
+
+#[tokio::test]
+async fn a_write_whose_session_the_sdk_made_anew_is_unknown_and_no_error_of_the_server() {
+    for accepted in [status("202 Accepted", &[], ""), Reply::sse().stall()] {
+        let server = Server::start().await;
+        let events = Events::default();
+        let stack = builder(replaying(&server, BOUND)).deadline(BOUND).on_event(events.sink());
+        let client = Arc::new(stack.build().unwrap());
+        connected(&server, &client).await;
+        server.on(On::Tool("append"), accepted.after_the_effect());
+        let write = spawn(&client, append("x"));
+        server.until_called("append", 1).await;
+        server.forget_sessions();
+        let before = server.seen().len() - 1;
+        assert_eq!(word(&bounded("a read", client.send(lines())).await), "ok");
+
+        let write = bounded("the write", write).await.unwrap();
+        assert_eq!(word(&write), "unknown", "{write:?}");
+        let error = write.unwrap_err();
+        assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Call), "{error:?}");
+        // In the SDK's words, which are those of a server: if they become others, this is where it shows.
+        let Some(ServiceError::McpError(said)) = error.get_ref::<ServiceError>() else { panic!("{error:?}") };
+        assert_eq!(said.code, rmcp::model::ErrorCode::INTERNAL_ERROR);
+        assert!(error.answer().is_none());
+        assert_eq!(calls(&server.seen()[before..]), ["append s1", "lines s1", "lines s2"]);
+        assert_eq!((server.effects(), server.sessions()), (vec!["x".to_owned()], 2));
+        assert_eq!((events.of("in_doubt").len(), client.generation()), (1, Some(1)));
+
+        // A server's own internal error is its answer.
+        server.on(On::Tool("append"), Reply::error(-32603, "Internal error"));
+        let answered = client.send(append("y")).await;
+        assert_eq!(word(&answered), "error", "{answered:?}");
+        assert_eq!(answered.unwrap_err().answer().unwrap().code, -32603);
+    }
+}
+
+#[tokio::test]
+async fn a_write_that_the_sdk_gave_up_to_make_its_session_anew_is_unknown() {
+    let server = Server::start().await;
+    let events = Events::default();
+    let stack = builder(replaying(&server, ms(200))).deadline(BOUND).on_event(events.sink());
+    let client = Arc::new(stack.build().unwrap());
+    connected(&server, &client).await;
+    server.on(On::Tool("append"), Reply::new().executes().stall());
+    let write = spawn(&client, append("x"));
+    server.until_called("append", 1).await;
+    server.forget_sessions();
+    assert_eq!(word(&bounded("a read", client.send(lines())).await), "ok");
+
+    let write = bounded("the write", write).await.unwrap();
+    assert_eq!(word(&write), "unknown", "{write:?}");
+    let error = write.unwrap_err();
+    assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Call), "{error:?}");
+    assert_eq!(error.get_ref::<HttpError>().unwrap().kind(), HttpErrorKind::NoResponse);
+    let own = error.downcast::<HttpError>().unwrap().into_service_error();
+    let Some(ServiceError::TransportSend(own)) = own else { panic!("{own:?}") };
+    let mut own: Option<&dyn std::error::Error> = Some(&*own.error);
+    let given_up = loop {
+        let Some(error) = own else { break false };
+        if let Some(error) = error.downcast_ref::<StreamableHttpError<reqwest::Error>>() {
+            break matches!(error, StreamableHttpError::SessionRecoveryTimeout);
+        }
+        own = error.source();
+    };
+    assert!(given_up, "it was something else");
+    assert_eq!((server.effects(), server.sessions()), (vec!["x".to_owned()], 2));
+    assert_eq!((server.calls("append").len(), events.of("in_doubt").len()), (1, 1));
+    assert_eq!(client.generation(), Some(1));
 }
