@@ -58,8 +58,8 @@ done
 eval "$after"
 "#;
 
-const READS: [&str; 12] =
-    ["die", "half", "ok", "shut", "last", "deafen", "noise", "text_id", "twice", "leave", "hang", "odd"];
+const READS: [&str; 11] =
+    ["die", "half", "ok", "shut", "last", "noise", "text_id", "twice", "leave", "hang", "odd"];
 
 /// What the tools do, for a read (`die`) and for a write (`w_die`).
 const TOOLS: &str = r#"
@@ -68,7 +68,6 @@ half() { printf '{"jsonrpc":"2.0","id":%s,"res' "$id"; exit 0; }
 ok() { result ok; }
 shut() { exec >&-; while :; do sleep 1000; done; }
 last() { result last; exit 0; }
-deafen() { exec <&-; while :; do sleep 1000; done; }
 noise() { echo garbage; echo '{"jsonrpc":"2.0"}'; echo; result noise; }
 text_id() { id=\"$id\"; result text_id; }
 twice() { result twice; result twice; }
