@@ -14,6 +14,7 @@ use goaround::{
     Verdict, WriteSafetyLayer,
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
+    write_safety::{KeyedWrites, ledger::EntryId},
 };
 use rmcp::{
     ClientHandler, RoleClient, ServiceError,
@@ -625,6 +626,13 @@ async fn a_transport_of_the_users_is_opened_anew_after_a_closure() {
 fn answering(
     answer: impl Fn(&str, &Value) -> Value + Clone + Send + Sync + 'static,
 ) -> (Connector, Arc<Mutex<Vec<String>>>) {
+    answering_if(move |method, params| Some(answer(method, params)))
+}
+
+/// The same; where there is no result, it closes the connection.
+fn answering_if(
+    answer: impl Fn(&str, &Value) -> Option<Value> + Clone + Send + Sync + 'static,
+) -> (Connector, Arc<Mutex<Vec<String>>>) {
     let asked: Arc<Mutex<Vec<String>>> = Arc::default();
     let log = asked.clone();
     let connector = Connector::new((), move || {
@@ -646,9 +654,10 @@ fn answering(
                     })
                 } else {
                     let mut params = message["params"].clone();
+                    let Some(result) = answer(method, &params) else { return };
                     params.as_object_mut().map(|params| params.remove("_meta"));
                     log.lock().unwrap().push(format!("{method} {params}"));
-                    answer(method, &params)
+                    result
                 };
                 let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
                 write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
@@ -799,6 +808,46 @@ async fn a_tools_result_without_content_is_a_result_and_what_is_none_is_an_answe
     }
     assert_eq!((asked.lock().unwrap().len(), client.generation()), (12, Some(1)), "each was sent once");
     client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_write_that_is_replayed_by_its_key_has_the_same_one_in_both_attempts() {
+    let in_argument = ("/arguments/options/key", KeyedWrites::argument("/options/key"));
+    let in_meta = ("/_meta/example.org~1key", KeyedWrites::meta("example.org/key"));
+    for (place, keyed) in [in_argument, in_meta] {
+        let keys: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = keys.clone();
+        // Each call's first attempt ends with its connection.
+        let (connector, _) = answering_if(move |method, params| {
+            if method != "tools/call" {
+                return Some(json!({}));
+            }
+            let key = params.pointer(place).and_then(Value::as_str).expect("a key");
+            assert_eq!(params["arguments"]["amount"], 7);
+            seen.lock().unwrap().push(key.to_owned());
+            seen.lock().unwrap().len().is_multiple_of(2).then(|| json!({ "content": [] }))
+        });
+        let writes = WriteSafetyLayer::refuse().keyed(keyed.honoured_for(PATIENCE));
+        let client: Client = Stack::builder(connector).deadline(PATIENCE).writes(writes).build().unwrap();
+        let pay = || Request::tool("w_pay", json!({ "amount": 7, "options": { "x": 1 } }));
+        for _ in 0..2 {
+            assert!(client.send(pay()).await.is_ok(), "{place}");
+        }
+        let sent = keys.lock().unwrap().clone();
+        assert_eq!(sent.len(), 4, "{place}: {sent:?}");
+        assert_eq!((&sent[0], &sent[2]), (&sent[1], &sent[3]), "{place}");
+        assert_ne!(sent[0], sent[2], "another call has another key");
+        assert!(sent[0].parse::<EntryId>().is_ok(), "{place}: it can be had again from the ledger");
+        assert_eq!(client.generation(), Some(3));
+
+        // The caller's own key is kept, and nothing is declared of it.
+        if place.starts_with("/arguments") {
+            let own = Request::tool("w_pay", json!({ "amount": 7, "options": { "key": "mine" } }));
+            assert_eq!(client.send(own).await.unwrap_err().outcome(), Outcome::Unknown);
+            assert_eq!(keys.lock().unwrap()[4..], ["mine"]);
+        }
+        client.shutdown(PATIENCE).await;
+    }
 }
 
 #[tokio::test]
