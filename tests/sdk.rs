@@ -14,6 +14,7 @@ use goaround::{
     Verdict, WriteSafetyLayer,
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
+    write_safety::{KeyedWrites, ledger::EntryId},
 };
 use rmcp::{
     ClientHandler, RoleClient, ServiceError,
@@ -21,7 +22,7 @@ use rmcp::{
     service::ClientLifecycleMode,
     transport::{StreamableHttpClientTransport, streamable_http_client::StreamableHttpClientTransportConfig},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     process::Command,
@@ -58,8 +59,8 @@ done
 eval "$after"
 "#;
 
-const READS: [&str; 12] =
-    ["die", "half", "ok", "shut", "last", "deafen", "noise", "text_id", "twice", "leave", "hang", "odd"];
+const READS: [&str; 11] =
+    ["die", "half", "ok", "shut", "last", "noise", "text_id", "twice", "leave", "hang", "odd"];
 
 /// What the tools do, for a read (`die`) and for a write (`w_die`).
 const TOOLS: &str = r#"
@@ -68,7 +69,6 @@ half() { printf '{"jsonrpc":"2.0","id":%s,"res' "$id"; exit 0; }
 ok() { result ok; }
 shut() { exec >&-; while :; do sleep 1000; done; }
 last() { result last; exit 0; }
-deafen() { exec <&-; while :; do sleep 1000; done; }
 noise() { echo garbage; echo '{"jsonrpc":"2.0"}'; echo; result noise; }
 text_id() { id=\"$id\"; result text_id; }
 twice() { result twice; result twice; }
@@ -620,6 +620,234 @@ async fn a_transport_of_the_users_is_opened_anew_after_a_closure() {
     assert_eq!(call(&client, "w_ok").await.unwrap(), "none");
     assert_eq!(client.generation(), Some(3));
     assert_eq!(client.shutdown(PATIENCE).await, 0);
+}
+
+/// A server in memory whose results come from that function, of a method and its parameters; and what it was asked.
+fn answering(
+    answer: impl Fn(&str, &Value) -> Value + Clone + Send + Sync + 'static,
+) -> (Connector, Arc<Mutex<Vec<String>>>) {
+    answering_if(move |method, params| Some(answer(method, params)))
+}
+
+/// The same; where there is no result, it closes the connection.
+fn answering_if(
+    answer: impl Fn(&str, &Value) -> Option<Value> + Clone + Send + Sync + 'static,
+) -> (Connector, Arc<Mutex<Vec<String>>>) {
+    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+    let log = asked.clone();
+    let connector = Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (answer, log) = (answer.clone(), log.clone());
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            while let Ok(Some(line)) = lines.next_line().await {
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let method = message["method"].as_str().unwrap();
+                if message.get("id").is_none() {
+                    continue;
+                }
+                let result = if method == "initialize" {
+                    json!({
+                        "protocolVersion": "2025-06-18", "capabilities": {},
+                        "serverInfo": { "name": "mem", "version": "1" },
+                    })
+                } else {
+                    let mut params = message["params"].clone();
+                    let Some(result) = answer(method, &params) else { return };
+                    params.as_object_mut().map(|params| params.remove("_meta"));
+                    log.lock().unwrap().push(format!("{method} {params}"));
+                    result
+                };
+                let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok(ours)
+    });
+    (connector, asked)
+}
+
+#[tokio::test]
+async fn resources_prompts_and_completions_are_got_by_the_sdks_own_types() {
+    let (connector, asked) = answering(|method, params| match method {
+        "resources/read" => json!({ "contents": [{ "uri": params["uri"], "text": "inside" }] }),
+        "prompts/get" => json!({
+            "description": "a prompt",
+            "messages": [{ "role": "user", "content": { "type": "text", "text": params["name"] } }],
+        }),
+        "completion/complete" => json!({ "completion": { "values": ["Paris", "Parma"], "hasMore": true } }),
+        _ => unreachable!("{method}"),
+    });
+    let client = Lab::new().stack(connector);
+
+    let read = client.read_resource(ReadResourceRequestParams::new("file:///a")).await.unwrap();
+    assert_eq!(
+        serde_json::to_value(&read.contents).unwrap(),
+        json!([{ "uri": "file:///a", "text": "inside" }])
+    );
+    let prompt = client.get_prompt(GetPromptRequestParams::new("review")).await.unwrap();
+    assert_eq!(prompt.description.as_deref(), Some("a prompt"));
+    assert_eq!(prompt.messages, [PromptMessage::new(Role::User, ContentBlock::text("review"))]);
+    let argument = ArgumentInfo::new("city", "Par");
+    let params = CompleteRequestParams::new(Reference::for_prompt("review"), argument);
+    let complete = client.complete(params).await.unwrap().completion;
+    assert_eq!((complete.values, complete.has_more), (vec!["Paris".into(), "Parma".into()], Some(true)));
+    assert_eq!(
+        *asked.lock().unwrap(),
+        [
+            r#"resources/read {"uri":"file:///a"}"#,
+            r#"prompts/get {"name":"review"}"#,
+            concat!(
+                r#"completion/complete {"argument":{"name":"city","value":"Par"},"#,
+                r#""ref":{"name":"review","type":"ref/prompt"}}"#
+            ),
+        ]
+    );
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_whole_list_is_all_of_its_pages_in_their_order() {
+    let (connector, asked) = answering(|method, params| {
+        let second = params["cursor"] == "2";
+        let name = if second { "b" } else { "a" };
+        let (list, item) = match method {
+            "prompts/list" => ("prompts", json!({ "name": name })),
+            "resources/list" => ("resources", json!({ "name": name, "uri": format!("file:///{name}") })),
+            "resources/templates/list" => {
+                ("resourceTemplates", json!({ "name": name, "uriTemplate": format!("file:///{name}/{{x}}") }))
+            }
+            _ => unreachable!("{method}"),
+        };
+        if second { json!({ list: [item] }) } else { json!({ list: [item], "nextCursor": "2" }) }
+    });
+    let client = Lab::new().stack(connector);
+
+    let names: Vec<_> =
+        client.list_all_prompts().await.unwrap().into_iter().map(|prompt| prompt.name).collect();
+    assert_eq!(names, ["a", "b"]);
+    let uris: Vec<_> =
+        client.list_all_resources().await.unwrap().into_iter().map(|resource| resource.uri).collect();
+    assert_eq!(uris, ["file:///a", "file:///b"]);
+    let templates = client.list_all_resource_templates().await.unwrap();
+    let templates: Vec<_> = templates.into_iter().map(|template| template.uri_template).collect();
+    assert_eq!(templates, ["file:///a/{x}", "file:///b/{x}"]);
+    // And one page by itself.
+    let page = client.list_resources(None).await.unwrap();
+    assert_eq!((page.resources.len(), page.next_cursor.as_deref()), (1, Some("2")));
+    let page = client.list_prompts(None).await.unwrap();
+    assert_eq!((page.prompts[0].name.as_str(), page.next_cursor.as_deref()), ("a", Some("2")));
+    let next = PaginatedRequestParams::default().with_cursor(page.next_cursor);
+    let page = client.list_resource_templates(Some(next)).await.unwrap();
+    assert_eq!((page.resource_templates[0].name.as_str(), page.next_cursor), ("b", None));
+    let lists = ["prompts/list", "resources/list", "resources/templates/list"];
+    let asked: Vec<_> = asked.lock().unwrap().drain(..).collect();
+    for (at, method) in lists.iter().enumerate() {
+        assert!(asked[2 * at].starts_with(&format!("{method} ")), "{asked:?}");
+        assert_eq!(asked[2 * at + 1], format!(r#"{method} {{"cursor":"2"}}"#));
+    }
+    assert_eq!(asked.len(), 9);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_list_that_names_its_own_page_as_the_next_does_not_go_on_for_ever() {
+    let (connector, asked) = answering(|_, _| json!({ "prompts": [], "nextCursor": "again" }));
+    let client = Lab::new().stack(connector);
+    let error = client.list_all_prompts().await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Answered, "{error:?}");
+    assert!(matches!(error.get_ref::<ServiceError>(), Some(ServiceError::UnexpectedResponse)), "{error:?}");
+    assert_eq!(asked.lock().unwrap().len(), 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_tools_result_without_content_is_a_result_and_what_is_none_is_an_answer_of_another_kind() {
+    let (connector, asked) = answering(|_, params| params["arguments"]["answer"].clone());
+    let client = Lab::new().stack(connector);
+    let answered = async |answer: Value| {
+        let mut params = tool("w_odd");
+        params.arguments = json!({ "answer": answer }).as_object().cloned();
+        client.call_tool(params).await
+    };
+    let expected = |meta: Option<Value>, complete: bool| {
+        let mut result = CallToolResult::default();
+        result.meta = meta.map(|meta| serde_json::from_value(meta).unwrap());
+        result.result_type = complete.then_some(ResultType::COMPLETE);
+        result
+    };
+    let meta = json!({ "trace": 7 });
+    for (answer, meta, complete) in [
+        (json!({}), None, false),
+        (json!({ "resultType": "complete" }), None, true),
+        (json!({ "resultType": "complete", "_meta": meta }), Some(meta.clone()), true),
+        (json!({ "_meta": meta }), Some(meta.clone()), false),
+    ] {
+        assert_eq!(answered(answer.clone()).await.unwrap(), expected(meta, complete), "{answer}");
+    }
+    let failed = answered(json!({ "content": [], "isError": true })).await.unwrap();
+    assert_eq!((failed.is_error, failed.content.len()), (Some(true), 0));
+    let structured = answered(json!({ "structuredContent": { "x": 1 } })).await.unwrap();
+    assert_eq!(structured.structured_content, Some(json!({ "x": 1 })));
+
+    for other in [
+        json!({ "_meta": 7 }),
+        json!({ "_meta": {}, "more": 1 }),
+        json!({ "tools": [] }),
+        json!({ "toolResult": 4711 }),
+        json!([1]),
+        json!(null),
+    ] {
+        let error = answered(other.clone()).await.unwrap_err();
+        assert_eq!((error.outcome(), error.delivery()), (Outcome::Answered, Delivery::Answered), "{other}");
+        let unexpected = matches!(error.get_ref::<ServiceError>(), Some(ServiceError::UnexpectedResponse));
+        assert!(unexpected, "{other}: {error:?}");
+        assert!(error.to_string().contains("the answer is of another kind"), "{error}");
+        assert!(!error.to_string().contains("4711"), "{error}");
+    }
+    assert_eq!((asked.lock().unwrap().len(), client.generation()), (12, Some(1)), "each was sent once");
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_write_that_is_replayed_by_its_key_has_the_same_one_in_both_attempts() {
+    let in_argument = ("/arguments/options/key", KeyedWrites::argument("/options/key"));
+    let in_meta = ("/_meta/example.org~1key", KeyedWrites::meta("example.org/key"));
+    for (place, keyed) in [in_argument, in_meta] {
+        let keys: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = keys.clone();
+        // Each call's first attempt ends with its connection.
+        let (connector, _) = answering_if(move |method, params| {
+            if method != "tools/call" {
+                return Some(json!({}));
+            }
+            let key = params.pointer(place).and_then(Value::as_str).expect("a key");
+            assert_eq!(params["arguments"]["amount"], 7);
+            seen.lock().unwrap().push(key.to_owned());
+            seen.lock().unwrap().len().is_multiple_of(2).then(|| json!({ "content": [] }))
+        });
+        let writes = WriteSafetyLayer::refuse().keyed(keyed.honoured_for(PATIENCE));
+        let client: Client = Stack::builder(connector).deadline(PATIENCE).writes(writes).build().unwrap();
+        let pay = || Request::tool("w_pay", json!({ "amount": 7, "options": { "x": 1 } }));
+        for _ in 0..2 {
+            assert!(client.send(pay()).await.is_ok(), "{place}");
+        }
+        let sent = keys.lock().unwrap().clone();
+        assert_eq!(sent.len(), 4, "{place}: {sent:?}");
+        assert_eq!((&sent[0], &sent[2]), (&sent[1], &sent[3]), "{place}");
+        assert_ne!(sent[0], sent[2], "another call has another key");
+        assert!(sent[0].parse::<EntryId>().is_ok(), "{place}: it can be had again from the ledger");
+        assert_eq!(client.generation(), Some(3));
+
+        // The caller's own key is kept, and nothing is declared of it.
+        if place.starts_with("/arguments") {
+            let own = Request::tool("w_pay", json!({ "amount": 7, "options": { "key": "mine" } }));
+            assert_eq!(client.send(own).await.unwrap_err().outcome(), Outcome::Unknown);
+            assert_eq!(keys.lock().unwrap()[4..], ["mine"]);
+        }
+        client.shutdown(PATIENCE).await;
+    }
 }
 
 #[tokio::test]

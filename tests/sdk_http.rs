@@ -11,12 +11,20 @@ mod lab;
 use std::{future::Future, sync::Arc, time::Duration};
 
 use goaround::{
-    Call, CallError, Cause, Evidence, Outcome, ReconnectLayer, WriteSafetyLayer,
-    sdk::{Client, Connector, Http},
+    Call, CallError, Cause, Delivery, Evidence, Outcome, ReconnectLayer, RetryReadOnly, Scope,
+    WriteSafetyLayer,
+    sdk::{Client, Connector, Http, HttpError, HttpErrorKind},
 };
 use http::{BlackHole, Era, Gate, JSON, On, Reply, SSE, Seen, Server, appended, no_valid_session};
 use lab::{Events, append, builder, check, check_without_a_word, lines, ms, spawn, told, word};
-use rmcp::{model::ServerResult, transport::streamable_http_client::StreamableHttpClientTransportConfig};
+use rmcp::{
+    ServiceError,
+    model::ServerResult,
+    transport::{
+        StreamableHttpClientTransport,
+        streamable_http_client::{StreamableHttpClientTransportConfig, StreamableHttpError},
+    },
+};
 use serde_json::{Value, json};
 use tokio::{
     sync::Semaphore,
@@ -816,20 +824,36 @@ async fn a_wait_that_the_server_asks_for_is_waited_for_if_it_fits_and_told_if_no
 
 #[tokio::test]
 async fn a_wait_that_makes_no_sense_is_none() {
-    for after in ["-1", "soon", "", "99999999999999999999999999", "Thu, 01 Jan 1970 00:00:00 GMT", "1.5"] {
+    for after in ["-1", "soon", "", "Thu, 01 Jan 1970 00:00:00 GMT", "1.5"] {
         let server = Server::start().await;
         let client = builder(http(&server)).build().unwrap();
         connected(&server, &client).await;
         server.on(On::Tool("lines"), status("429 Too Many Requests", &[("Retry-After", after)], ""));
         let begin = Instant::now();
         let read = bounded(after, client.send(lines())).await;
-        // As many seconds as there are cannot be waited for; what is no number and no date says nothing.
-        match after.len() {
-            26 => assert_ne!(word(&read), "new outcome"),
-            _ => assert_eq!(word(&read), "ok", "{after}: {read:?}"),
-        }
+        assert_eq!(word(&read), "ok", "{after}: {read:?}");
         assert!(begin.elapsed() < ms(3_000), "{after}");
+        assert_eq!(server.calls("lines").len(), 3, "{after}");
     }
+}
+
+#[tokio::test]
+async fn a_wait_longer_than_can_be_counted_is_not_begun() {
+    let server = Server::start().await;
+    let client = builder(http(&server)).build().unwrap();
+    connected(&server, &client).await;
+    for (tool, request) in [("lines", lines()), ("append", append("x"))] {
+        let seen = server.calls(tool).len();
+        let endless = [("Retry-After", "99999999999999999999999999")];
+        server.on(On::Tool(tool), status("429 Too Many Requests", &endless, ""));
+        let begin = Instant::now();
+        let result = bounded(tool, client.send(request)).await;
+        assert_eq!(word(&result), "not done", "{tool}: {result:?}");
+        assert!(begin.elapsed() < ms(1_500), "{tool}: {:?}", begin.elapsed());
+        assert_eq!(result.unwrap_err().retry_after(), Some(Duration::from_secs(u64::MAX)), "{tool}");
+        assert_eq!(server.calls(tool).len() - seen, 1, "{tool}");
+    }
+    assert_eq!((server.effects().len(), server.sessions()), (0, 1));
 }
 
 // ===== Streams =====
@@ -989,23 +1013,41 @@ async fn a_server_that_is_not_there_yet_costs_the_calls_before_it_and_no_other()
 
 #[tokio::test]
 async fn a_refused_connection_sends_nothing_and_a_read_waits_for_the_server() {
-    let server = Server::start().await;
-    let client = Arc::new(builder(http(&server)).build().unwrap());
-    connected(&server, &client).await;
-    server.stop();
-    while tokio::net::TcpStream::connect(server.address()).await.is_ok() {
-        tokio::task::yield_now().await;
-    }
-    let write = bounded("refused", client.send(append("x"))).await;
-    assert_eq!(word(&write), "not done", "{write:?}");
-    let read = bounded("refused", client.send(lines())).await;
-    assert_eq!(word(&read), "not done", "{read:?}");
+    for checked in [false, true] {
+        let server = Server::start().await;
+        let events = Events::default();
+        let safety = match checked {
+            true => WriteSafetyLayer::new(check),
+            false => WriteSafetyLayer::refuse(),
+        };
+        // It is attempted anew for a few seconds.
+        let patient = backon::ConstantBuilder::new().with_delay(ms(100)).without_max_times();
+        let retry = RetryReadOnly.attempts(50).without_budget().backoff(patient);
+        let stack = builder(http(&server)).deadline(BOUND).writes(safety).retry(retry);
+        let client = Arc::new(stack.on_event(events.sink()).build().unwrap());
+        connected(&server, &client).await;
+        server.stop();
+        while tokio::net::TcpStream::connect(server.address()).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+        let before = server.seen().len();
+        let write = bounded("refused", client.send(append("x").within(ms(400)))).await;
+        assert_eq!(word(&write), "not done", "{write:?}");
+        let read = bounded("refused", client.send(lines().within(ms(400)))).await;
+        assert_eq!(word(&read), "not done", "{read:?}");
+        let waiting = spawn(&client, lines());
+        tokio::time::sleep(ms(300)).await;
+        assert!(!waiting.is_finished());
+        assert_eq!(server.seen().len(), before);
 
-    server.start_again().await;
-    let read = bounded("there", client.send(lines())).await;
-    assert_eq!(word(&read), "ok", "{read:?}");
-    assert_eq!(word(&client.send(append("y")).await), "ok");
-    assert_eq!((server.effects(), server.sessions()), (vec!["y".to_owned()], 2));
+        server.start_again().await;
+        let read = bounded("there", waiting).await.unwrap();
+        assert_eq!(word(&read), "ok", "{read:?}");
+        assert_eq!(word(&client.send(append("y")).await), "ok");
+        assert_eq!((server.effects(), server.sessions()), (vec!["y".to_owned()], 2));
+        // Nothing was sent that there could be a doubt about: no check was asked.
+        assert_eq!((server.calls("append").len(), events.of("in_doubt").len()), (1, 0));
+    }
 }
 
 #[tokio::test]
@@ -1622,16 +1664,101 @@ async fn notifications_are_sent_once_and_never_again() {
         )
     };
     let method = "notifications/roots/list_changed";
+    // A server that takes it, one that is lost with it, one that refuses it, and one that has forgotten the session.
+    bounded("a notification", client.notify(notification())).await.unwrap();
     for reply in [Reply::new().reset(), status("502 Bad Gateway", &[HTML], PAGE)] {
         server.on(On::Method(method), reply);
-        let _ = bounded("a notification", client.notify(notification())).await;
+        let failed = bounded("a notification", client.notify(notification())).await.unwrap_err();
+        assert_eq!(failed.outcome(), Outcome::Unknown, "{failed:?}");
     }
     server.forget_sessions();
-    let _ = bounded("a notification", client.notify(notification())).await;
+    let failed = bounded("a notification", client.notify(notification())).await.unwrap_err();
+    assert_eq!(failed.outcome(), Outcome::Unknown, "{failed:?}");
     tokio::time::sleep(ms(100)).await;
     let sent = server.requests(method);
-    assert!(sent.len() <= 3, "{}", sent.len());
+    assert_eq!(sent.len(), 4);
     assert!(sent.iter().all(|seen| seen.session.as_deref() == Some("s1")));
     assert_eq!(word(&client.send(append("x")).await), "ok");
-    assert_eq!(server.requests(method).len(), sent.len(), "not on the next session");
+    assert_eq!(server.requests(method).len(), 4, "not on the next session");
+}
+
+// ===== A transport of the caller's own that makes sessions anew by itself =====
+
+/// The SDK's transport as it is by default: after a 404 it begins another session, and sends requests again.
+fn replaying(server: &Server, recovery: Duration) -> Connector {
+    let url = server.url();
+    Connector::new((), move || {
+        let mut config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
+        config.session_recovery_timeout = recovery;
+        Ok(StreamableHttpClientTransport::with_client(reqwest::Client::new(), config))
+    })
+}
+
+#[tokio::test]
+async fn a_write_whose_session_the_sdk_made_anew_is_unknown_and_no_error_of_the_server() {
+    for accepted in [status("202 Accepted", &[], ""), Reply::sse().stall()] {
+        let server = Server::start().await;
+        let events = Events::default();
+        let stack = builder(replaying(&server, BOUND)).deadline(BOUND).on_event(events.sink());
+        let client = Arc::new(stack.build().unwrap());
+        connected(&server, &client).await;
+        server.on(On::Tool("append"), accepted.after_the_effect());
+        let write = spawn(&client, append("x"));
+        server.until_called("append", 1).await;
+        server.forget_sessions();
+        let before = server.seen().len() - 1;
+        assert_eq!(word(&bounded("a read", client.send(lines())).await), "ok");
+
+        let write = bounded("the write", write).await.unwrap();
+        assert_eq!(word(&write), "unknown", "{write:?}");
+        let error = write.unwrap_err();
+        assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Call), "{error:?}");
+        // In the SDK's words, which are those of a server: if they become others, this is where it shows.
+        let Some(ServiceError::McpError(said)) = error.get_ref::<ServiceError>() else { panic!("{error:?}") };
+        assert_eq!(said.code, rmcp::model::ErrorCode::INTERNAL_ERROR);
+        assert!(error.answer().is_none());
+        assert_eq!(calls(&server.seen()[before..]), ["append s1", "lines s1", "lines s2"]);
+        assert_eq!((server.effects(), server.sessions()), (vec!["x".to_owned()], 2));
+        assert_eq!((events.of("in_doubt").len(), client.generation()), (1, Some(1)));
+
+        // A server's own internal error is its answer.
+        server.on(On::Tool("append"), Reply::error(-32603, "Internal error"));
+        let answered = client.send(append("y")).await;
+        assert_eq!(word(&answered), "error", "{answered:?}");
+        assert_eq!(answered.unwrap_err().answer().unwrap().code, -32603);
+    }
+}
+
+#[tokio::test]
+async fn a_write_that_the_sdk_gave_up_to_make_its_session_anew_is_unknown() {
+    let server = Server::start().await;
+    let events = Events::default();
+    let stack = builder(replaying(&server, ms(200))).deadline(BOUND).on_event(events.sink());
+    let client = Arc::new(stack.build().unwrap());
+    connected(&server, &client).await;
+    server.on(On::Tool("append"), Reply::new().executes().stall());
+    let write = spawn(&client, append("x"));
+    server.until_called("append", 1).await;
+    server.forget_sessions();
+    assert_eq!(word(&bounded("a read", client.send(lines())).await), "ok");
+
+    let write = bounded("the write", write).await.unwrap();
+    assert_eq!(word(&write), "unknown", "{write:?}");
+    let error = write.unwrap_err();
+    assert_eq!((error.delivery(), error.scope()), (Delivery::Ambiguous, Scope::Call), "{error:?}");
+    assert_eq!(error.get_ref::<HttpError>().unwrap().kind(), HttpErrorKind::NoResponse);
+    let own = error.downcast::<HttpError>().unwrap().into_service_error();
+    let Some(ServiceError::TransportSend(own)) = own else { panic!("{own:?}") };
+    let mut own: Option<&dyn std::error::Error> = Some(&*own.error);
+    let given_up = loop {
+        let Some(error) = own else { break false };
+        if let Some(error) = error.downcast_ref::<StreamableHttpError<reqwest::Error>>() {
+            break matches!(error, StreamableHttpError::SessionRecoveryTimeout);
+        }
+        own = error.source();
+    };
+    assert!(given_up, "it was something else");
+    assert_eq!((server.effects(), server.sessions()), (vec!["x".to_owned()], 2));
+    assert_eq!((server.calls("append").len(), events.of("in_doubt").len()), (1, 1));
+    assert_eq!(client.generation(), Some(1));
 }

@@ -5,11 +5,18 @@
 #[path = "lab/sdk.rs"]
 mod lab;
 
-use std::{fs, future::Future, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fs,
+    future::Future,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use goaround::{
     Call, WriteSafetyLayer,
     sdk::{Client, Connector, Request},
+    write_safety::ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
 };
 use lab::{Events, append, builder, check, check_without_a_word, lines, ms, word};
 use serde_json::{Value, json};
@@ -46,6 +53,7 @@ echo start >>"$log"
 process=$(grep -c start "$log")
 echo $$ >"$log.$process"
 while read -r message; do
+    echo "p$process" >>"$log.received"
     case $message in *'"id":'*) ;; *) continue ;; esac
     id=${message#*'"id":'}; id=${id%%,*}; id=${id%%\}*}
     method=${message#*'"method":"'}; method=${method%%'"'*}
@@ -106,6 +114,11 @@ impl Peer {
         log.lines().filter(|line| *line != "start").map(str::to_owned).collect()
     }
 
+    /// How many messages its processes have received.
+    fn received(&self) -> usize {
+        fs::read_to_string(self.path("log.received")).map_or(0, |log| log.lines().count())
+    }
+
     fn processes(&self) -> usize {
         let log = fs::read_to_string(self.path("log")).unwrap_or_default();
         log.lines().filter(|line| *line == "start").count()
@@ -141,6 +154,8 @@ impl Peer {
 struct Row {
     fault: &'static str,
     script: &'static str,
+    /// Nothing shows it before the attempt's time is over.
+    silent: bool,
     read: &'static str,
     write: &'static str,
     /// With a check, an effect that has come, and a process whose end ends its effects.
@@ -153,6 +168,7 @@ fn lost(fault: &'static str, script: &'static str) -> Row {
     Row {
         fault,
         script,
+        silent: false,
         read: "ok: lines p1, lines p2",
         write: "unknown: append p1",
         landed: "done: append p1, lines p2",
@@ -165,6 +181,7 @@ fn fine(fault: &'static str, script: &'static str) -> Row {
     Row {
         fault,
         script,
+        silent: false,
         read: "ok: lines p1",
         write: "ok: append p1",
         landed: "ok: append p1",
@@ -179,6 +196,13 @@ fn table() -> Vec<Row> {
         lost("is killed before the answer", "kill -KILL $$"),
         lost("half a JSON line, exits", r#"printf '{"jsonrpc":"2.0","id":%s,"resu' "$id"; exit 0"#),
         lost("closes stdout, stays alive", "exec >&-; exec sleep 1000"),
+        Row {
+            silent: true,
+            // The check's own probe finds out. What it does not see counts once the process is gone, and is looked for
+            // again.
+            absent: "ok: append p1, lines p2, lines p2, append p2",
+            ..lost("closes stdin, stays alive", "exec <&-; exec sleep 1000")
+        },
         lost("closes stdout and stdin, stays alive", "exec >&- <&-; exec sleep 1000"),
         lost("exits, and a grandchild keeps its stdout", "sleep 1000 & exit 3"),
         fine("answers, then exits", "text; exit 0"),
@@ -217,9 +241,10 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
         Column::WriteLanded | Column::WriteAbsent => row.write.to_owned(),
         Column::CheckedLanded => row.landed.to_owned(),
         Column::CheckedAbsent => row.absent.to_owned(),
-        Column::Fenceless => match row.landed.strip_prefix("done: ") {
-            Some(calls) => format!("unknown: {calls}"),
-            None => row.landed.to_owned(),
+        // As with the fence, but for the replay.
+        Column::Fenceless => match row.absent.strip_suffix(", append p2") {
+            Some(calls) => calls.replace("ok: ", "unknown: "),
+            None => row.absent.to_owned(),
         },
     };
     let peer = Peer::new();
@@ -229,7 +254,8 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
         _ => ("append", append("x")),
     };
     let mut connector = peer.connector(tool, row.script, lands);
-    let safety = match column {
+    let mut retry = lab::retry();
+    let mut safety = match column {
         Column::CheckedLanded | Column::CheckedAbsent => {
             connector = connector.exit_ends_effects();
             WriteSafetyLayer::new(check_without_a_word)
@@ -237,9 +263,16 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
         Column::Fenceless => WriteSafetyLayer::new(check_without_a_word),
         _ => WriteSafetyLayer::refuse(),
     };
+    if row.silent {
+        retry = retry.attempt_timeout(ms(500));
+        if matches!(column, Column::CheckedLanded | Column::CheckedAbsent | Column::Fenceless) {
+            safety = safety.attempt_timeout(ms(500));
+        }
+    }
     let events = Events::default();
-    let client = builder(connector).deadline(ms(10_000)).writes(safety).on_event(events.sink());
-    let client = client.build().map_err(|error| error.to_string())?;
+    let stack = builder(connector).deadline(ms(if row.silent { 4_000 } else { 10_000 }));
+    let client = stack.writes(safety).retry(retry).on_event(events.sink()).build();
+    let client = client.map_err(|error| error.to_string())?;
     if client.send(Request::ping()).await.is_err() {
         return Err("it does not start".to_owned());
     }
@@ -252,7 +285,7 @@ async fn fly(row: &Row, column: Column) -> Result<(), String> {
     if found != expected {
         wrong.push(format!("{found:?} instead of {expected:?}; {result:?}"));
     }
-    if took > ms(2_500) {
+    if took > ms(if row.silent { 5_000 } else { 2_500 }) {
         wrong.push(format!("it took {took:?}"));
     }
     let unknown = events.of("in_doubt").iter().filter(|report| report["outcome"] == "unknown").count();
@@ -355,10 +388,13 @@ async fn sixteen_calls_at_a_closure_share_one_new_process_and_each_is_judged_alo
         }
         let mut reads = Vec::new();
         let mut writes = vec![first];
-        for nth in 1..8 {
+        for nth in 1..=8 {
             reads.push(lab::spawn(&client, lines()));
-            writes.push(lab::spawn(&client, append(&format!("w{nth}"))));
+            if nth < 8 {
+                writes.push(lab::spawn(&client, append(&format!("w{nth}"))));
+            }
         }
+        assert_eq!(reads.len() + writes.len(), 16);
         for read in reads {
             let read = bounded("a read", read).await.unwrap();
             assert_eq!(word(&read), "ok", "{read:?}");
@@ -399,6 +435,110 @@ async fn a_write_that_its_pipe_never_took_whole_is_not_done_and_one_that_it_took
         assert_eq!(word(&bounded("the next", client.send(append("y"))).await), "ok");
         assert_eq!(peer.effects(), ["y"]);
     }
+}
+
+// ===== Its processes in the ledger =====
+
+/// A ledger that takes its time with a server, and sees what that has received meanwhile.
+#[derive(Clone)]
+struct Looking {
+    ledger: MemoryLedger,
+    peer: Arc<Peer>,
+    fails: bool,
+    /// Of each server, its entry and how many messages all of them had received.
+    seen: Arc<Mutex<Vec<(ServerProcess, usize)>>>,
+}
+
+impl Looking {
+    fn new(fails: bool) -> Self {
+        Self { ledger: MemoryLedger::default(), peer: Arc::new(Peer::new()), fails, seen: Arc::default() }
+    }
+}
+
+impl Ledger for Looking {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.ledger.enter(entry).await
+    }
+
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.ledger.settle(id, revision, state).await
+    }
+
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.ledger.claim(id, revision).await
+    }
+
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        Ledger::in_doubt(&self.ledger).await
+    }
+
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        Ledger::forget(&self.ledger, id, by).await
+    }
+
+    async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
+        // It reads, and what was sent to it would be there soon.
+        let nth = self.seen.lock().unwrap().len() + 1;
+        let begin = Instant::now();
+        while fs::read_to_string(self.peer.path(&format!("log.{nth}"))).map_or(true, |pid| pid.is_empty()) {
+            assert!(begin.elapsed() < BOUND, "it does not start");
+            sleep(ms(2)).await;
+        }
+        sleep(ms(100)).await;
+        self.seen.lock().unwrap().push((server, self.peer.received()));
+        match self.fails {
+            false => Ok(()),
+            true => Err(LedgerError::Unavailable("no disk".into())),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_process_is_entered_in_the_ledger_before_anything_is_sent_to_it() {
+    for ends in [true, false] {
+        let ledger = Looking::new(false);
+        let peer = Arc::clone(&ledger.peer);
+        let mut connector = peer.connector("append", "kill -KILL $$", false);
+        if ends {
+            connector = connector.exit_ends_effects();
+        }
+        let safety = WriteSafetyLayer::refuse().ledger(ledger.clone());
+        let client = builder(connector).deadline(BOUND).writes(safety).build().unwrap();
+        let lost = bounded("killed", client.send(append("x"))).await;
+        assert_eq!(word(&lost), "unknown", "{lost:?}");
+        let before = peer.received();
+        // The next one is entered too.
+        assert_eq!(word(&bounded("the next", client.send(append("y"))).await), "ok");
+        client.shutdown(ms(1_000)).await;
+
+        let seen = ledger.seen.lock().unwrap().clone();
+        let pids: Vec<_> = seen.iter().map(|(server, _)| i64::from(server.pid)).collect();
+        let own = [1, 2].map(|nth| i64::from(peer.process(nth).as_raw_nonzero().get()));
+        assert_eq!((pids.as_slice(), peer.processes()), (&own[..], 2));
+        assert_eq!([seen[0].1, seen[1].1], [0, before], "something was sent before");
+        assert!(seen.iter().all(|(server, _)| server.exit_ends_effects == ends), "{seen:?}");
+        let doubts = Ledger::in_doubt(&ledger).await.unwrap();
+        assert_eq!(doubts.iter().map(|entry| entry.method.as_str()).collect::<Vec<_>>(), ["tools/call"]);
+        assert_eq!(
+            (peer.calls(), peer.effects()),
+            (vec!["append p1".into(), "append p2".into()], vec!["y".into()])
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_server_process_that_cannot_be_entered_is_sent_nothing() {
+    let ledger = Looking::new(true);
+    let peer = Arc::clone(&ledger.peer);
+    let connector = peer.connector("", "", false).exit_ends_effects();
+    let safety = WriteSafetyLayer::refuse().ledger(ledger.clone());
+    let client = builder(connector).deadline(ms(2_000)).writes(safety).build().unwrap();
+    let refused = bounded("no ledger", client.send(append("x"))).await;
+    assert_eq!(word(&refused), "not done", "{refused:?}");
+    client.shutdown(ms(1_000)).await;
+    assert!(peer.processes() >= 1);
+    assert_eq!((peer.received(), peer.effects().len()), (0, 0));
+    assert!(Ledger::in_doubt(&ledger).await.unwrap().is_empty(), "it is not in doubt");
 }
 
 // ===== A transport of the caller's own =====

@@ -94,25 +94,22 @@ impl Stack<Connector, Request, ServerResult> {
     /// As [`Stack::send`]. A server that asks for input, or that makes a task of the call, has answered with
     /// something else than a result; use [`Stack::send`] where it may.
     pub async fn call_tool(&self, params: CallToolRequestParams) -> Result<CallToolResult, CallError> {
-        match self.send(params.into()).await? {
-            ServerResult::CallToolResult(result) => Ok(result),
-            // Without content, a result reads as one of these.
-            ServerResult::EmptyResult(_) => Ok(CallToolResult::default()),
-            ServerResult::TaskAckResult(ack) => {
-                let mut result = CallToolResult::default();
-                (result.result_type, result.meta) = (Some(ack.result_type), ack.meta);
-                Ok(result)
-            }
+        // Without content, a result reads as one of the others.
+        let (result_type, meta) = match self.send(params.into()).await? {
+            ServerResult::CallToolResult(result) => return Ok(result),
+            ServerResult::EmptyResult(_) => (None, None),
+            ServerResult::TaskAckResult(ack) => (Some(ack.result_type), ack.meta),
             ServerResult::CustomResult(CustomResult(Value::Object(mut custom)))
                 if custom.len() == 1 && custom.contains_key("_meta") =>
             {
-                let mut result = CallToolResult::default();
                 let meta = custom.remove("_meta").map(serde_json::from_value);
-                result.meta = meta.transpose().map_err(|_| unexpected())?;
-                Ok(result)
+                (None, meta.transpose().map_err(|_| unexpected())?)
             }
-            _ => Err(unexpected()),
-        }
+            _ => return Err(unexpected()),
+        };
+        let mut result = CallToolResult::default();
+        (result.result_type, result.meta) = (result_type, meta);
+        Ok(result)
     }
 
     lists! {

@@ -5,7 +5,7 @@
 use std::{borrow::Cow, fmt, ops::Deref};
 
 use rmcp::model::{
-    CallToolRequest, CallToolRequestParams, ClientRequest, CompleteRequest, CompleteRequestParams,
+    CallToolRequest, CallToolRequestParams, ClientRequest, CompleteRequest, CompleteRequestParams, GetMeta,
     GetPromptRequest, GetPromptRequestParams, JsonObject, ListPromptsRequest, ListResourceTemplatesRequest,
     ListResourcesRequest, ListToolsRequest, PaginatedRequestParams, PingRequest, ReadResourceRequest,
     ReadResourceRequestParams, SubscribeRequest, SubscribeRequestParams, UnsubscribeRequest,
@@ -16,6 +16,7 @@ use serde_json::Value;
 use crate::{
     Call, CallContext, Effect,
     mcp::{self, METHODS, Params},
+    write_safety::{TakesKeys, keyed::sealed::Sealed},
 };
 
 /// A request of the SDK as a [`Call`]. It derefs to the [`ClientRequest`] that it holds, and is made of one, or of
@@ -207,6 +208,74 @@ impl Call for Request {
     }
 }
 
+// ===== idempotency keys =====
+
+impl TakesKeys for Request {}
+
+impl Sealed for Request {
+    fn put_key(&mut self, first: &str, rest: &[String], key: &str) -> bool {
+        match &mut self.request {
+            _ if first == "_meta" => self.put_key_into_meta(rest, key),
+            ClientRequest::CallToolRequest(call) if first == "arguments" && !rest.is_empty() => {
+                insert(call.params.arguments.get_or_insert_default(), rest, key)
+            }
+            ClientRequest::CustomRequest(custom) => {
+                let params = custom.params.get_or_insert_default();
+                if params.is_null() {
+                    *params = Value::Object(JsonObject::new());
+                }
+                let path: Vec<_> = std::iter::once(first.to_owned()).chain(rest.iter().cloned()).collect();
+                params.as_object_mut().is_some_and(|params| insert(params, &path, key))
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Request {
+    fn put_key_into_meta(&mut self, path: &[String], key: &str) -> bool {
+        let Some(name) = path.first() else { return false };
+        // These are written by the SDK, over whatever there is.
+        if name == "progressToken" || name.starts_with("io.modelcontextprotocol/") {
+            return false;
+        }
+        if let ClientRequest::CustomRequest(custom) = &self.request
+            && !matches!(custom.params, None | Some(Value::Null | Value::Object(_)))
+        {
+            return false;
+        }
+        // It may be in the parameters and beside them, and the SDK makes one of the two.
+        let Ok(mut whole) = serde_json::to_value(&self.request) else { return false };
+        let mut meta = match whole.pointer_mut("/params/_meta").map(Value::take) {
+            None | Some(Value::Null) => JsonObject::new(),
+            Some(Value::Object(meta)) => meta,
+            Some(_) => return false,
+        };
+        if !insert(&mut meta, path, key) {
+            return false;
+        }
+        let value = meta.remove(name).unwrap_or_default();
+        self.request.get_meta_mut().insert(name.clone(), value);
+        true
+    }
+}
+
+/// Puts the key there, unless there is a value already, or something else than an object on the way.
+fn insert(object: &mut JsonObject, path: &[String], key: &str) -> bool {
+    let Some((step, rest)) = path.split_first() else { return false };
+    match object.get_mut(step) {
+        None | Some(Value::Null) => {
+            let nested = rest.iter().rev().fold(Value::from(key), |inner, step| {
+                Value::Object(JsonObject::from_iter([(step.clone(), inner)]))
+            });
+            object.insert(step.clone(), nested);
+            true
+        }
+        Some(Value::Object(inner)) => insert(inner, rest, key),
+        Some(_) => false,
+    }
+}
+
 impl Deref for Request {
     type Target = ClientRequest;
 
@@ -257,5 +326,94 @@ impl fmt::Debug for Request {
     /// Without its parameters, which may hold secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Request").field("method", &self.method()).field("context", &self.context).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rmcp::model::{CustomRequest, RequestMetaObject};
+    use serde_json::json;
+
+    use super::*;
+
+    fn path(steps: &[&str]) -> Vec<String> {
+        steps.iter().map(|step| (*step).to_owned()).collect()
+    }
+
+    /// The parameters as they are sent, with a key there; `None` where none was put, which changes nothing.
+    fn put(mut request: Request, first: &str, rest: &[&str]) -> Option<Value> {
+        let before = serde_json::to_value(&*request).unwrap();
+        let put = request.put_key(first, &path(rest), "k1");
+        let after = serde_json::to_value(&*request).unwrap();
+        if !put {
+            assert_eq!(before, after);
+        }
+        put.then(|| after["params"].clone())
+    }
+
+    fn custom(params: Option<Value>) -> Request {
+        Request::new(CustomRequest::new("acme/pay", params))
+    }
+
+    #[test]
+    fn a_key_goes_where_it_is_said_and_nothing_else_changes() {
+        let tool = |arguments| Request::tool("pay", arguments);
+        assert_eq!(
+            put(tool(json!({ "amount": 7 })), "arguments", &["key"]),
+            Some(json!({ "name": "pay", "arguments": { "amount": 7, "key": "k1" } }))
+        );
+        assert_eq!(
+            put(tool(json!({ "a": { "x": 1 } })), "arguments", &["a", "b", "key"]),
+            Some(json!({ "name": "pay", "arguments": { "a": { "x": 1, "b": { "key": "k1" } } } }))
+        );
+        assert_eq!(
+            put(tool(json!(null)), "arguments", &["key"]),
+            Some(json!({ "name": "pay", "arguments": { "key": "k1" } }))
+        );
+        assert_eq!(put(custom(None), "key", &[]), Some(json!({ "key": "k1" })));
+        assert_eq!(
+            put(custom(Some(json!({ "a": 1 }))), "b", &["key"]),
+            Some(json!({ "a": 1, "b": { "key": "k1" } }))
+        );
+
+        let in_meta = |request| put(request, "_meta", &["example.org/key"]);
+        assert_eq!(
+            in_meta(tool(json!({ "amount": 7 }))),
+            Some(json!({
+                "name": "pay", "arguments": { "amount": 7 }, "_meta": { "example.org/key": "k1" },
+            }))
+        );
+        let mut params = CallToolRequestParams::new("pay");
+        let mut meta = RequestMetaObject::new();
+        meta.insert("trace".into(), json!(1));
+        params.meta = Some(meta);
+        assert_eq!(
+            in_meta(params.into()),
+            Some(json!({ "name": "pay", "_meta": { "trace": 1, "example.org/key": "k1" } }))
+        );
+        assert_eq!(in_meta(custom(None)), Some(json!({ "_meta": { "example.org/key": "k1" } })));
+        assert_eq!(in_meta(Request::ping()), Some(json!({ "_meta": { "example.org/key": "k1" } })));
+    }
+
+    #[test]
+    fn a_key_is_not_put_where_there_is_one_or_no_place_for_it() {
+        let tool = |arguments| Request::tool("pay", arguments);
+        assert_eq!(put(tool(json!({ "key": "mine" })), "arguments", &["key"]), None);
+        assert_eq!(put(tool(json!({ "a": [1] })), "arguments", &["a", "key"]), None);
+        assert_eq!(put(tool(json!({})), "arguments", &[]), None);
+        assert_eq!(put(tool(json!({})), "key", &[]), None);
+        assert_eq!(put(GetPromptRequestParams::new("a").into(), "arguments", &["key"]), None);
+        assert_eq!(put(custom(Some(json!({ "key": 1 }))), "key", &[]), None);
+        assert_eq!(put(custom(Some(json!([1]))), "key", &[]), None);
+        assert_eq!(put(custom(Some(json!([1]))), "_meta", &["key"]), None);
+        let mut params = CallToolRequestParams::new("pay");
+        let mut meta = RequestMetaObject::new();
+        meta.insert("key".into(), json!("mine"));
+        params.meta = Some(meta);
+        assert_eq!(put(params.into(), "_meta", &["key"]), None);
+        for name in ["progressToken", "io.modelcontextprotocol/clientInfo"] {
+            assert_eq!(put(tool(json!({})), "_meta", &[name]), None, "the SDK writes it");
+        }
+        assert_eq!(put(tool(json!({})), "_meta", &[]), None);
     }
 }

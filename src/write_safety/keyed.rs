@@ -2,10 +2,7 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use crate::{
-    CallError,
-    jsonrpc::{self, Request},
-};
+use crate::{Call, CallError, jsonrpc};
 
 /// Puts an idempotency key into each write.
 ///
@@ -92,23 +89,26 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     }
 }
 
-impl KeyedWrites<Request, jsonrpc::Response> {
+impl<Req: TakesKeys, Res> KeyedWrites<Req, Res> {
     /// Puts the key into an argument of MCP's `tools/call`, by JSON pointer (RFC 6901) from `arguments`:
     /// `/idempotency_key`, `/options/key`. Objects on the way that are missing are made. Other methods get none,
     /// nor do calls that have a value there other than `null`.
     pub fn argument(pointer: impl Into<String>) -> Self {
         let path = parse_pointer(&pointer.into());
-        Self::new(move |request, key| {
+        Self::new(move |request: &mut Req, key| {
             request.method() == "tools/call"
-                && path.as_ref().is_some_and(|path| request.insert_param("arguments", path, key))
+                && path.as_ref().is_some_and(|path| request.put_key("arguments", path, key))
         })
     }
 
     /// Puts the key into the parameters of every write, by JSON pointer (RFC 6901): `/key`.
+    ///
+    /// The SDK's typed requests have place for it in a tool's `/arguments` and in `/_meta` only; those that are
+    /// written by hand have it everywhere.
     pub fn param(pointer: impl Into<String>) -> Self {
         let path = parse_pointer(&pointer.into());
-        Self::new(move |request, key| match path.as_deref() {
-            Some([first, rest @ ..]) => request.insert_param(first, rest, key),
+        Self::new(move |request: &mut Req, key| match path.as_deref() {
+            Some([first, rest @ ..]) => request.put_key(first, rest, key),
             _ => false,
         })
     }
@@ -118,7 +118,27 @@ impl KeyedWrites<Request, jsonrpc::Response> {
     /// not know.
     pub fn meta(name: impl Into<String>) -> Self {
         let path = [name.into()];
-        Self::new(move |request, key| request.insert_param("_meta", &path, key))
+        Self::new(move |request: &mut Req, key| request.put_key("_meta", &path, key))
+    }
+}
+
+/// Requests that [`KeyedWrites`] knows places for keys in: [`jsonrpc::Request`], and `sdk::Request` with the feature
+/// `rmcp`. For others there is [`KeyedWrites::new`].
+pub trait TakesKeys: Call + sealed::Sealed {}
+
+pub(crate) mod sealed {
+    pub trait Sealed {
+        /// Puts the key into the parameters, where the steps lead to, and says whether it did: there may be a value
+        /// already, or something else than an object on the way. Then nothing is changed.
+        fn put_key(&mut self, first: &str, rest: &[String], key: &str) -> bool;
+    }
+}
+
+impl TakesKeys for jsonrpc::Request {}
+
+impl sealed::Sealed for jsonrpc::Request {
+    fn put_key(&mut self, first: &str, rest: &[String], key: &str) -> bool {
+        self.insert_param(first, rest, key)
     }
 }
 
@@ -148,6 +168,7 @@ mod tests {
     use serde_json::{Value, json, value::RawValue};
 
     use super::*;
+    use crate::jsonrpc::Request;
 
     fn put(
         keyed: &KeyedWrites<Request, jsonrpc::Response>,

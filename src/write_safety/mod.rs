@@ -27,7 +27,7 @@ mod conflicts;
 pub mod effect_check;
 mod fence;
 mod future;
-mod keyed;
+pub(crate) mod keyed;
 mod layer;
 pub mod ledger;
 mod resolve;
@@ -55,7 +55,7 @@ use self::{
 pub use self::{
     fence::{Fence, FenceBasis},
     future::ResponseFuture,
-    keyed::{KeyedAnswer, KeyedWrites},
+    keyed::{KeyedAnswer, KeyedWrites, TakesKeys},
     layer::WriteSafetyLayer,
     resolve::{Resolve, Resolved},
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},

@@ -82,10 +82,11 @@
 //!   [`quarantine`](super::Resolve::quarantine) counts from when the ledger was opened, not from when the write was sent:
 //!   the dead process may have sent it to the last. It is no shorter than the time for which a server lives on when
 //!   its client is gone.
-//! - *Whose servers are known.* Those that a [`Stack`](crate::Stack) over [`stdio::child`](crate::stdio::child) or
-//!   [`mcp::stdio`](crate::mcp::stdio()) starts, before anything is sent to them; if one cannot be entered, nothing is.
-//!   Bare layers and foreign connectors enter none: for their writes a crash leaves only declared fences. A process
-//!   that is started by hand, or has left its group, is not known either.
+//! - *Whose servers are known.* Those that a [`Stack`](crate::Stack) over [`stdio::child`](crate::stdio::child),
+//!   [`mcp::stdio`](crate::mcp::stdio()) or `sdk::Connector::stdio` (feature `rmcp`) starts, before anything is sent to
+//!   them; if one cannot be entered, nothing is. Bare layers, foreign connectors and servers behind HTTP enter none:
+//!   for their writes a crash leaves only declared fences. A process that is started by hand, or has left its group,
+//!   is not known either.
 //! - *Within one run* an entry does not tell to which of its stack's servers the write went, so that the one in use
 //!   must be gone too. What such a run leaves unknown can be settled by a declared fence, by hand, or by the next run.
 //! - *Conflict keys.* A key stays blocked over the restart until its write is settled or forgotten.
