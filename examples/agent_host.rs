@@ -15,7 +15,7 @@ use goaround::{
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, Request},
 };
-use rmcp::model::{CallToolRequestParams, CallToolResult, ServerResult};
+use rmcp::model::{CallToolRequestParams, CallToolResult, ContentBlock, ServerResult};
 use tokio::io::{AsyncBufReadExt, BufReader};
 
 /// One type, whatever the server is behind.
@@ -51,7 +51,10 @@ async fn call(server: &Client, call: CallToolRequestParams) -> CallToolResult {
     let limited = Request::from(call).within(Duration::from_secs(60));
     sdk::tool_result(server.send(limited).await.map(|answer| match answer {
         ServerResult::CallToolResult(result) => result,
-        _ => CallToolResult::default(),
+        // A task, or a question to the user: to say nothing of it would read as a success.
+        _ => {
+            CallToolResult::error(vec![ContentBlock::text("outcome UNKNOWN: the answer is no tool's result")])
+        }
     }))
 }
 

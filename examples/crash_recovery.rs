@@ -187,7 +187,7 @@ mod unix {
                 .run(check, &invoices)
                 .await?;
             // What is not landed, and never will be, is free to be sent again, as a new write.
-            let sent_again = resolved.verdict == VerdictKind::NotLanded;
+            let sent_again = matches!(resolved.state, State::NotLanded { .. });
             if sent_again {
                 invoices.send(request).await?;
             }

@@ -211,7 +211,7 @@ impl Deadline {
 /// made it, and that one's own sequence, so that naming a call costs no shared counter.
 ///
 /// A clone takes another number after each 2^20 calls. The numbers begin anew after 2^44.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId(
     // One word: it is copied by every layer right after it was written, and two words are then read back as
     // one wide one, for which the processor has to wait until both are out of its store buffer.
@@ -234,6 +234,13 @@ impl CallId {
 
     const fn sequence(self) -> u64 {
         self.0.get() & ((1 << SEQUENCE_BITS) - 1)
+    }
+}
+
+/// As it stands in texts.
+impl fmt::Debug for CallId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

@@ -132,8 +132,8 @@ pub enum Refusal {
     /// A probe of an effect check that is not read-only.
     NotAProbe,
     /// An earlier write with the same conflict key is in doubt, the one that is named here and in the source, a
-    /// [`LedgerError::KeyInDoubt`](crate::write_safety::ledger::LedgerError::KeyInDoubt). Settle or forget it in
-    /// the ledger first.
+    /// [`LedgerError::KeyInDoubt`](crate::write_safety::ledger::LedgerError::KeyInDoubt). While its call is under
+    /// way, wait for that; after it, settle or forget it in the ledger. Until then a repetition is turned away too.
     KeyInDoubt(EntryId),
     /// The ledger could not enter the write; the source says why, a
     /// [`LedgerError`](crate::write_safety::ledger::LedgerError).
@@ -161,7 +161,11 @@ impl fmt::Display for Refusal {
                 f.write_str("a probe must be read-only, and the stack classifies this call as a write")
             }
             Refusal::KeyInDoubt(id) => {
-                write!(f, "an earlier write with the same conflict key is in doubt ({id})")
+                write!(
+                    f,
+                    "not sent, since an earlier write with the same conflict key ({id}) may have been applied; find \
+                     out about that one before you repeat this one, and settle or forget it in the ledger"
+                )
             }
             Refusal::Ledger => f.write_str("the ledger cannot enter the write"),
             Refusal::CursorOfAnotherSession => {

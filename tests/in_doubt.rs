@@ -1648,3 +1648,25 @@ async fn h21_a_lost_write_of_one_process_is_not_replayed_over_a_later_one_of_ano
         }
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_write_in_doubt_is_not_settled_as_open() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let ledger = MemoryLedger::new();
+    service(&lab, WriteSafetyLayer::refuse().ledger(ledger.clone())).oneshot(write()).await.unwrap_err();
+    let entry = ledger.in_doubt().await.unwrap().remove(0);
+    let refused = ledger.settle(entry.id, entry.revision, State::Open).await;
+    assert!(matches!(refused, Err(LedgerError::NotASettlement(id)) if id == entry.id));
+    assert_eq!(ledger.in_doubt().await.unwrap(), [entry]);
+}
+
+#[tokio::test]
+async fn a_key_that_has_no_place_is_a_wrong_configuration() {
+    for keyed in [KeyedWrites::argument("key"), KeyedWrites::param("")] {
+        let keeper = Keeper::new([]);
+        let error = keeper.service(refuse().keyed(keyed)).oneshot(payment()).await.unwrap_err();
+        assert!(matches!(refusal(&error), Refusal::Config(what) if what.contains("JSON pointer")), "{error}");
+        assert!(keeper.keys().is_empty());
+    }
+}

@@ -210,6 +210,24 @@ impl Child {
         self.configure(move |builder| builder.handler(handler.clone()))
     }
 
+    /// What to tell the server when nobody waits for an answer any more. See [`Builder::cancel_with`]: as it stands
+    /// that is MCP's `notifications/cancelled`.
+    #[must_use]
+    pub fn cancel_with(self, cancel: impl Fn(u64, &str) -> Option<Request> + Send + Sync + 'static) -> Self {
+        let cancel = Arc::new(cancel);
+        self.configure(move |builder| {
+            let cancel = Arc::clone(&cancel);
+            builder.cancel_with(move |id, method| cancel(id, method))
+        })
+    }
+
+    /// Never tells the server that nobody waits for an answer any more: for servers that take no notification that
+    /// they do not know.
+    #[must_use]
+    pub fn without_cancel(self) -> Self {
+        self.configure(Builder::without_cancel)
+    }
+
     /// The size limit of one message from the server, in bytes. See [`Builder::max_line`].
     #[must_use]
     pub fn max_line(self, bytes: usize) -> Self {

@@ -827,10 +827,13 @@ where
     /// Another write was handed over since the attempt that was to be replayed.
     fn another_write(&mut self) -> CallError {
         self.attempts.extend(self.replaced.take());
-        self.last_error().note(
-            "not replayed: another write was handed over since; independent_writes() or conflict_key(..) would \
-             declare that they do not touch each other",
-        )
+        self.last_error().note(match &self.parts.hold {
+            Some(_) => "not replayed: another write with the same conflict key, or without one, was handed over since",
+            None => {
+                "not replayed: another write was handed over since; independent_writes() or conflict_key(..) would \
+                 declare that they do not touch each other"
+            }
+        })
     }
 
     /// The ledger has refused.

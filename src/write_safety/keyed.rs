@@ -31,6 +31,8 @@ use crate::{Call, CallError, jsonrpc};
 pub struct KeyedWrites<Req, Res> {
     pub(super) put: Arc<PutKey<Req>>,
     pub(super) window: Option<Duration>,
+    /// What is wrong with it.
+    pub(super) wrong: Option<&'static str>,
     pub(super) answers: Option<Arc<ReadAnswer<Res>>>,
 }
 
@@ -57,7 +59,7 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     /// put the key: `false` where there is no place for it, or a key already. Such a write goes out as it is,
     /// and without a key's promises.
     pub fn new(put: impl Fn(&mut Req, &str) -> bool + Send + Sync + 'static) -> Self {
-        Self { put: Arc::new(put), window: None, answers: None }
+        Self { put: Arc::new(put), window: None, wrong: None, answers: None }
     }
 
     /// Declares that the server keeps each key for so long after it got it first, and applies a write whose key
@@ -65,7 +67,9 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     /// once without a check, by the fence `deduplicated`, as long as that time has not passed since it was first
     /// handed over; after that only a check can settle it. The time is over when either clock says so, the
     /// monotonic one, which stops while a laptop sleeps, or the wall's; a wall clock that was set back ends it
-    /// too.
+    /// too. As with every replay, another write that was handed over since forbids it, unless
+    /// [`conflict_key`](super::WriteSafetyLayer::conflict_key) or
+    /// [`independent_writes`](super::WriteSafetyLayer::independent_writes) says that the two do not touch each other.
     ///
     /// Give less than the server's own time by as much as a message may take to it at most: a copy that was
     /// handed over in time and is held up on its way must still find the key.
@@ -95,10 +99,12 @@ impl<Req: TakesKeys, Res> KeyedWrites<Req, Res> {
     /// nor do calls that have a value there other than `null`.
     pub fn argument(pointer: impl Into<String>) -> Self {
         let path = parse_pointer(&pointer.into());
-        Self::new(move |request: &mut Req, key| {
+        let wrong = path.is_none().then_some(NO_POINTER);
+        let keyed = Self::new(move |request: &mut Req, key| {
             request.method() == "tools/call"
                 && path.as_ref().is_some_and(|path| request.put_key("arguments", path, key))
-        })
+        });
+        Self { wrong, ..keyed }
     }
 
     /// Puts the key into the parameters of every write, by JSON pointer (RFC 6901): `/key`.
@@ -107,10 +113,12 @@ impl<Req: TakesKeys, Res> KeyedWrites<Req, Res> {
     /// written by hand have it everywhere.
     pub fn param(pointer: impl Into<String>) -> Self {
         let path = parse_pointer(&pointer.into());
-        Self::new(move |request: &mut Req, key| match path.as_deref() {
+        let wrong = path.is_none().then_some(NO_POINTER);
+        let keyed = Self::new(move |request: &mut Req, key| match path.as_deref() {
             Some([first, rest @ ..]) => request.put_key(first, rest, key),
             _ => false,
-        })
+        });
+        Self { wrong, ..keyed }
     }
 
     /// Puts the key into `_meta` of every write's parameters, under that name, such as
@@ -142,6 +150,8 @@ impl sealed::Sealed for jsonrpc::Request {
     }
 }
 
+const NO_POINTER: &str = "KeyedWrites: a JSON pointer begins with a slash, as in \"/idempotency_key\"";
+
 /// The steps of a JSON pointer; `None` where it is not one, or names the whole.
 fn parse_pointer(pointer: &str) -> Option<Vec<String>> {
     let steps = pointer.strip_prefix('/')?.split('/');
@@ -150,7 +160,12 @@ fn parse_pointer(pointer: &str) -> Option<Vec<String>> {
 
 impl<Req, Res> Clone for KeyedWrites<Req, Res> {
     fn clone(&self) -> Self {
-        Self { put: Arc::clone(&self.put), window: self.window, answers: self.answers.clone() }
+        Self {
+            put: Arc::clone(&self.put),
+            window: self.window,
+            wrong: self.wrong,
+            answers: self.answers.clone(),
+        }
     }
 }
 

@@ -45,7 +45,8 @@ pub struct WriteSafetyLayer<Req, Res> {
 }
 
 impl<Req, Res> WriteSafetyLayer<Req, Res> {
-    /// No check: a write whose attempt ended without an answer is unknown, and is never replayed.
+    /// No check: a write whose attempt ended without an answer is unknown, and is not replayed unless
+    /// [`keyed`](Self::keyed), [`replay_idempotent`](Self::replay_idempotent) or [`trust`](Self::trust) says so.
     pub fn refuse() -> Self {
         Self::with(None)
     }
@@ -189,7 +190,7 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     #[must_use]
     pub fn keyed(self, keyed: KeyedWrites<Req, Res>) -> Self {
         let zero = keyed.window.is_some_and(|window| window.is_zero());
-        let wrong = zero.then_some("WriteSafetyLayer: honoured_for must not be zero");
+        let wrong = zero.then_some("WriteSafetyLayer: honoured_for must not be zero").or(keyed.wrong);
         self.set(wrong, |config| config.keyed = Some(keyed))
     }
 

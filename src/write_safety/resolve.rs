@@ -81,7 +81,7 @@ pub struct Resolve<'a, L, Req> {
 pub struct Resolved<Res> {
     /// What the ledger says of the write now.
     pub state: State,
-    /// What the check said.
+    /// What the check said. Go by `state`: this may be `NotLanded` where no fence allows to say so.
     pub verdict: VerdictKind,
     /// The response of a write that landed, if the check found it.
     pub response: Option<Res>,

@@ -89,6 +89,13 @@
 //!   is not known either.
 //! - *Within one run* an entry does not tell to which of its stack's servers the write went, so that the one in use
 //!   must be gone too. What such a run leaves unknown can be settled by a declared fence, by hand, or by the next run.
+//! - *By hand.* What no check can settle, a person does, by name:
+//!   `ledger.settle(entry.id, entry.revision, State::Landed { by: "anna".into() })`, or
+//!   `State::NotLanded { why: "asked the bank".into(), basis: FenceBasis::Declared }`. A
+//!   [`Conflict`](LedgerError::Conflict) says that the entry has changed meanwhile: list it again.
+//! - *Idempotency keys.* A write with our key ([`KeyedWrites`](super::KeyedWrites)) can be sent again with that same key as
+//!   long as the server keeps it: put `entry.id.to_string()` in its place, [`forget`](Ledger::forget) the entry, which
+//!   blocks its conflict key for this copy too, and send it. It is then a key of your own, for which nothing is declared.
 //! - *Conflict keys.* A key stays blocked over the restart until its write is settled or forgotten.
 //!   [`forget`](Ledger::forget) frees it though the write may land later.
 //! - *To send it again* is a new decision, and a new write. Others that were in flight at the same time may have
@@ -238,7 +245,7 @@ pub trait Ledger: Send + Sync + 'static {
 /// call's own id in it.
 ///
 /// Its text, such as `4f1c…-3-17`, is also the key of a [keyed write](super::KeyedWrites), and parses back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryId {
     owner: u128,
     call: CallId,
@@ -278,6 +285,13 @@ fn this_run() -> u128 {
 impl fmt::Display for EntryId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}-{}", self.owner, self.call)
+    }
+}
+
+/// As it stands in texts.
+impl fmt::Debug for EntryId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -437,10 +451,13 @@ impl Entry {
     ///
     /// # Errors
     ///
-    /// [`LedgerError::Conflict`]; the entry is as it was.
+    /// [`LedgerError::Conflict`], and [`LedgerError::NotASettlement`] for [`State::Open`]; the entry is as it was.
     pub fn settle(&mut self, revision: u64, state: State, now: SystemTime) -> Result<u64, LedgerError> {
         if self.revision != revision || self.state.is_closed() {
             return Err(LedgerError::Conflict(self.id));
+        }
+        if state == State::Open {
+            return Err(LedgerError::NotASettlement(self.id));
         }
         self.state = state;
         Ok(self.touch(now))
@@ -520,11 +537,15 @@ pub enum LedgerError {
     /// Somebody else has settled or claimed that entry meanwhile, or it is not there.
     #[error("the ledger's entry {0} was changed by somebody else, or is closed")]
     Conflict(EntryId),
+    /// A write that was handed over is not made open again.
+    #[error("the write {0} cannot be settled as open")]
+    NotASettlement(EntryId),
     /// Another write that touches it was entered since, by another process: it is not replayed over that one. The
     /// entry is as it was.
     #[error("another write that touches the write {0} was entered since")]
     Overtaken(EntryId),
-    /// An earlier write with the same conflict key is in doubt. Settle or forget it first.
+    /// An earlier write with the same conflict key is in doubt. While its call is under way, wait for that; after
+    /// it, settle or forget it here.
     #[error("the write {id} ({method}) with the same conflict key is in doubt")]
     KeyInDoubt {
         /// That write.
@@ -544,13 +565,13 @@ pub enum LedgerError {
         most: usize,
     },
     /// Another process has it, or this one has it twice.
-    #[error("another process has the ledger open")]
+    #[error("the ledger is open already, in this process or another")]
     InUse,
     /// What is stored makes no sense. Nothing of it was changed.
     #[error("the ledger is damaged: {0}")]
     Damaged(String),
     /// It could not be read or written.
-    #[error("the ledger cannot be used")]
+    #[error("the ledger cannot be used{}", crate::error::safe_text(.0.as_ref()).map_or(String::new(), |text| format!(": {text}")))]
     Unavailable(#[source] BoxError),
 }
 
