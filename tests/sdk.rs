@@ -622,6 +622,66 @@ async fn a_transport_of_the_users_is_opened_anew_after_a_closure() {
     assert_eq!(client.shutdown(PATIENCE).await, 0);
 }
 
+/// A stream that is not connected any more once it has taken some bytes of a tool's call.
+struct CutShort(tokio::io::DuplexStream, bool);
+
+impl tokio::io::AsyncRead for CutShort {
+    fn poll_read(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        buf: &mut tokio::io::ReadBuf<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl tokio::io::AsyncWrite for CutShort {
+    fn poll_write(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        bytes: &[u8],
+    ) -> std::task::Poll<std::io::Result<usize>> {
+        if self.1 {
+            return std::task::Poll::Ready(Err(std::io::ErrorKind::NotConnected.into()));
+        }
+        // All but the newline: many a server runs that.
+        self.1 = String::from_utf8_lossy(bytes).contains("tools/call");
+        let bytes = if self.1 { &bytes[..bytes.len() - 1] } else { bytes };
+        std::pin::Pin::new(&mut self.0).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+#[tokio::test]
+async fn a_write_of_which_a_transport_of_the_users_lost_the_end_is_unknown_and_not_sent_again() {
+    let opened = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = opened.clone();
+    let connector = Connector::new((), move || {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        tokio::spawn(serve(theirs, Arc::default()));
+        Ok(CutShort(ours, false))
+    });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::Unknown, 1), "{error:?}");
+    assert_eq!(opened.load(std::sync::atomic::Ordering::Relaxed), 1);
+    client.shutdown(PATIENCE).await;
+}
+
 #[tokio::test]
 async fn the_users_handler_serves_the_server_over_all_connections() {
     #[derive(Default)]

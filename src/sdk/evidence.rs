@@ -249,7 +249,9 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
         return exchange.named(seen(sight, Some(ServiceError::TransportSend(error))));
     }
     let io = source.and_then(|source| source.downcast_ref::<std::io::Error>());
-    let never_sent = io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected);
+    // Others than our own pipe have the frame from the beginning, and say so too of one that was lost half-way.
+    let never_sent =
+        io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected) && exchange.frame.withdraw();
     // What is no error of a stream of bytes may be one of this call's alone, as over HTTP.
     let judged = match (never_sent, bytes && io.is_some()) {
         // The writer was gone before.
