@@ -902,6 +902,36 @@ async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call
 }
 
 #[tokio::test]
+async fn a_stream_that_no_credentials_are_good_for_is_not_asked_for_without_end() {
+    let answer: Answer = Box::new(|head, message| match head.starts_with("get ") {
+        true => respond("401 Unauthorized", "", ""),
+        false => well("s1", message),
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::http((), address).on_unauthorized(|_| async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        Ok("fresh".to_owned())
+    });
+    let client = Arc::new(Lab::new().stack(connector));
+    // Each answer says that the token is accepted.
+    let calls = (0..8).map(|_| {
+        let client = Arc::clone(&client);
+        tokio::spawn(async move {
+            for _ in 0..40 {
+                assert_eq!(call(&client, "w_ok").await.unwrap(), "s1");
+            }
+        })
+    });
+    for calls in calls.collect::<Vec<_>>() {
+        calls.await.unwrap();
+    }
+    client.shutdown(PATIENCE).await;
+    // One repetition each time, and the SDK's own pauses between the times.
+    let streams = asked.lock().unwrap().iter().filter(|asked| *asked == "get ").count();
+    assert!((1..=6).contains(&streams), "{streams}");
+}
+
+#[tokio::test]
 async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_siblings() {
     let fails = Arc::new(Mutex::new(VecDeque::from(["502 Bad Gateway", "404 Not Found"])));
     let answer: Answer = Box::new(move |head, message| {
