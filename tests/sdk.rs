@@ -902,6 +902,49 @@ async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call
 }
 
 #[tokio::test]
+async fn an_event_above_the_limit_is_an_answer_only_if_it_is_one() {
+    let of = |message: &serde_json::Value, text: &str| match message["params"]["arguments"]["form"].as_str() {
+        Some("id last") => {
+            format!(r#"{{"result":{{"text":"{text}"}},"jsonrpc":"2.0","id":{}}}"#, message["id"])
+        }
+        Some("another's") => format!(r#"{{"jsonrpc":"2.0","id":999,"result":{{"text":"{text}"}}}}"#),
+        Some("a question") => format!(r#"{{"jsonrpc":"2.0","id":{},"method":"{text}"}}"#, message["id"]),
+        Some("nothing") => text.to_owned(),
+        Some("a notification") => format!(
+            "{{\"jsonrpc\":\"2.0\",\ndata: \"method\":\"notifications/message\",\ndata: \"params\":{{\"result\":\"{text}\"}}}}"
+        ),
+        _ => format!("{{\"jsonrpc\":\"2.0\",\ndata: \"id\":{},\ndata: \"error\":\"{text}\"}}", message["id"]),
+    };
+    let answer: Answer = Box::new(move |_, message| match message["method"].as_str() {
+        Some("tools/call") => {
+            let events = format!("data: {}\n\n", of(message, &"x".repeat(5 << 10)));
+            respond("200 OK", "Content-Type: text/event-stream\r\n", &events)
+        }
+        _ => well("s1", message),
+    });
+    let (address, _) = http_server(answer).await;
+    let config =
+        rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig::with_uri(address)
+            .max_sse_event_size(4 << 10);
+    let client = Lab::new().stack(Connector::http((), config));
+    for (form, outcome) in [
+        ("id last", Outcome::Answered),
+        ("an error", Outcome::Answered),
+        ("another's", Outcome::Unknown),
+        ("a question", Outcome::Unknown),
+        ("nothing", Outcome::Unknown),
+        ("a notification", Outcome::Unknown),
+    ] {
+        let error = client.send(Request::tool("w", json!({ "form": form }))).await.unwrap_err();
+        assert_eq!((error.outcome(), client.generation()), (outcome, Some(1)), "{form}: {error:?}");
+        let kind = error.get_ref::<sdk::HttpError>().map(sdk::HttpError::kind);
+        let expected = (outcome == Outcome::Unknown).then_some(sdk::HttpErrorKind::EventTooLarge);
+        assert_eq!(kind, expected, "{form}");
+    }
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
 async fn a_stream_that_no_credentials_are_good_for_is_not_asked_for_without_end() {
     let answer: Answer = Box::new(|head, message| match head.starts_with("get ") {
         true => respond("401 Unauthorized", "", ""),

@@ -77,6 +77,8 @@ pub enum HttpErrorKind {
     WrongId,
     /// The response is no JSON-RPC message.
     NotJsonRpc,
+    /// An event of the response's stream is above the limit, and is not known to be the answer.
+    EventTooLarge,
     /// The response is neither JSON nor a stream of events.
     ContentType,
     /// The credentials were refused.
@@ -97,6 +99,7 @@ impl HttpErrorKind {
             Self::NoAnswer => "the server accepted the request without answering it",
             Self::WrongId => "the server answered with an id that is not the request's",
             Self::NotJsonRpc => "the response is no JSON-RPC message",
+            Self::EventTooLarge => "an event of the response's stream is above the limit, and no answer",
             Self::ContentType => "the response is neither JSON nor a stream of events",
             Self::Unauthorized => "the credentials were refused",
             Self::SessionUnknown => "the server does not know the session",

@@ -38,7 +38,7 @@ use super::{
     sse::{Event, Parser},
     transport::{Envelope, seen_elsewhere},
 };
-use crate::{BoxError, connection::BoxFuture};
+use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer};
 
 const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -758,8 +758,7 @@ impl Answering {
                 Ok(Some(chunk)) => {
                     self.client.shared.inner.heard();
                     if self.parser.read(&chunk).is_err() {
-                        let limit = self.line.limits.max_sse_event_size;
-                        return self.end_oddly(Sight::TooLarge(limit));
+                        return self.end_oddly(self.too_large());
                     }
                 }
                 // What is there of an event is none.
@@ -795,6 +794,21 @@ impl Answering {
             self.end();
         }
         Some(Sse { data: Some(event.data), ..Sse::default() })
+    }
+
+    /// What an event above the limit says: only an answer is one.
+    fn too_large(&self) -> Sight {
+        let id = match self.id {
+            Some(RequestId::Number(id)) => u64::try_from(id).ok(),
+            _ => None,
+        };
+        let mut data = self.parser.data_so_far();
+        // A line's end within JSON is white space.
+        data.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b' ');
+        match id.is_some_and(|id| begins_an_answer(&data, id)) {
+            true => Sight::TooLarge(self.line.limits.max_sse_event_size),
+            false => Sight::Odd(HttpErrorKind::EventTooLarge, None),
+        }
     }
 
     fn end(&mut self) {
