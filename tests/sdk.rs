@@ -1008,6 +1008,26 @@ async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_
 }
 
 #[tokio::test]
+async fn a_write_whose_redirect_leads_nowhere_over_a_transport_of_the_users_is_unknown() {
+    let answer: Answer = Box::new(|_, message| match message["method"].as_str() {
+        // It was done, and here is where to look.
+        Some("tools/call") => respond("303 See Other", "Location: http://127.0.0.1:1/\r\n", ""),
+        _ => well("s1", message),
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::new((), move || {
+        let config = StreamableHttpClientTransportConfig::with_uri(address.as_str());
+        Ok(StreamableHttpClientTransport::with_client(reqwest::Client::new(), config))
+    });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+    assert_eq!(error.get_ref::<sdk::HttpError>().unwrap().kind(), sdk::HttpErrorKind::Connect);
+    assert_eq!(asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count(), 1);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
 async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is() {
     let sessions = Arc::new(Mutex::new(0));
     let answer: Answer = Box::new(move |head, message| {

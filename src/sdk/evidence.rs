@@ -272,7 +272,8 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
 fn foreign_http(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Sight> {
     let error = error.downcast_ref::<StreamableHttpError<reqwest::Error>>()?;
     Some(match error {
-        StreamableHttpError::Client(error) if error.is_connect() => Sight::NotSent(HttpErrorKind::Connect),
+        // The last of several attempts, maybe: it follows redirects, and sends again what met a lost session.
+        StreamableHttpError::Client(error) if error.is_connect() => Sight::Odd(HttpErrorKind::Connect, None),
         StreamableHttpError::Client(error) if error.is_decode() || error.is_body() => {
             Sight::Odd(HttpErrorKind::BodyLost, None)
         }
