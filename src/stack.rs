@@ -232,6 +232,7 @@ where
         && retry.is_plain()
         // Who gives one wants to know on which connection the call is, which only the layers note.
         && request.context().activity().is_none()
+        && request.context().trail().is_none()
         && let Some(local) = retry.get_ref().ready_for_read()
     {
         let lane = match &ways.lane {

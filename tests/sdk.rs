@@ -850,6 +850,66 @@ async fn a_write_that_is_replayed_by_its_key_has_the_same_one_in_both_attempts()
     }
 }
 
+/// A stream that is not connected any more once it has taken some bytes of a tool's call.
+struct CutShort(tokio::io::DuplexStream, bool);
+
+impl tokio::io::AsyncRead for CutShort {
+    fn poll_read(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        buf: &mut tokio::io::ReadBuf<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl tokio::io::AsyncWrite for CutShort {
+    fn poll_write(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        bytes: &[u8],
+    ) -> std::task::Poll<std::io::Result<usize>> {
+        if self.1 {
+            return std::task::Poll::Ready(Err(std::io::ErrorKind::NotConnected.into()));
+        }
+        // All but the newline: many a server runs that.
+        self.1 = String::from_utf8_lossy(bytes).contains("tools/call");
+        let bytes = if self.1 { &bytes[..bytes.len() - 1] } else { bytes };
+        std::pin::Pin::new(&mut self.0).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.0).poll_shutdown(cx)
+    }
+}
+
+#[tokio::test]
+async fn a_write_of_which_a_transport_of_the_users_lost_the_end_is_unknown_and_not_sent_again() {
+    let opened = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = opened.clone();
+    let connector = Connector::new((), move || {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        tokio::spawn(serve(theirs, Arc::default()));
+        Ok(CutShort(ours, false))
+    });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!((error.outcome(), error.attempts().len()), (Outcome::Unknown, 1), "{error:?}");
+    assert_eq!(opened.load(std::sync::atomic::Ordering::Relaxed), 1);
+    client.shutdown(PATIENCE).await;
+}
+
 #[tokio::test]
 async fn the_users_handler_serves_the_server_over_all_connections() {
     #[derive(Default)]
@@ -1070,6 +1130,79 @@ async fn new_credentials_that_are_refused_in_turn_are_an_error_and_the_next_call
 }
 
 #[tokio::test]
+async fn an_event_above_the_limit_is_an_answer_only_if_it_is_one() {
+    let of = |message: &serde_json::Value, text: &str| match message["params"]["arguments"]["form"].as_str() {
+        Some("id last") => {
+            format!(r#"{{"result":{{"text":"{text}"}},"jsonrpc":"2.0","id":{}}}"#, message["id"])
+        }
+        Some("another's") => format!(r#"{{"jsonrpc":"2.0","id":999,"result":{{"text":"{text}"}}}}"#),
+        Some("a question") => format!(r#"{{"jsonrpc":"2.0","id":{},"method":"{text}"}}"#, message["id"]),
+        Some("nothing") => text.to_owned(),
+        Some("a notification") => format!(
+            "{{\"jsonrpc\":\"2.0\",\ndata: \"method\":\"notifications/message\",\ndata: \"params\":{{\"result\":\"{text}\"}}}}"
+        ),
+        _ => format!("{{\"jsonrpc\":\"2.0\",\ndata: \"id\":{},\ndata: \"error\":\"{text}\"}}", message["id"]),
+    };
+    let answer: Answer = Box::new(move |_, message| match message["method"].as_str() {
+        Some("tools/call") => {
+            let events = format!("data: {}\n\n", of(message, &"x".repeat(5 << 10)));
+            respond("200 OK", "Content-Type: text/event-stream\r\n", &events)
+        }
+        _ => well("s1", message),
+    });
+    let (address, _) = http_server(answer).await;
+    let config =
+        rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig::with_uri(address)
+            .max_sse_event_size(4 << 10);
+    let client = Lab::new().stack(Connector::http((), config));
+    for (form, outcome) in [
+        ("id last", Outcome::Answered),
+        ("an error", Outcome::Answered),
+        ("another's", Outcome::Unknown),
+        ("a question", Outcome::Unknown),
+        ("nothing", Outcome::Unknown),
+        ("a notification", Outcome::Unknown),
+    ] {
+        let error = client.send(Request::tool("w", json!({ "form": form }))).await.unwrap_err();
+        assert_eq!((error.outcome(), client.generation()), (outcome, Some(1)), "{form}: {error:?}");
+        let kind = error.get_ref::<sdk::HttpError>().map(sdk::HttpError::kind);
+        let expected = (outcome == Outcome::Unknown).then_some(sdk::HttpErrorKind::EventTooLarge);
+        assert_eq!(kind, expected, "{form}");
+    }
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_no_credentials_are_good_for_is_not_asked_for_without_end() {
+    let answer: Answer = Box::new(|head, message| match head.starts_with("get ") {
+        true => respond("401 Unauthorized", "", ""),
+        false => well("s1", message),
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::http((), address).on_unauthorized(|_| async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        Ok("fresh".to_owned())
+    });
+    let client = Arc::new(Lab::new().stack(connector));
+    // Each answer says that the token is accepted.
+    let calls = (0..8).map(|_| {
+        let client = Arc::clone(&client);
+        tokio::spawn(async move {
+            for _ in 0..40 {
+                assert_eq!(call(&client, "w_ok").await.unwrap(), "s1");
+            }
+        })
+    });
+    for calls in calls.collect::<Vec<_>>() {
+        calls.await.unwrap();
+    }
+    client.shutdown(PATIENCE).await;
+    // One repetition each time, and the SDK's own pauses between the times.
+    let streams = asked.lock().unwrap().iter().filter(|asked| *asked == "get ").count();
+    assert!((1..=6).contains(&streams), "{streams}");
+}
+
+#[tokio::test]
 async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_siblings() {
     let fails = Arc::new(Mutex::new(VecDeque::from(["502 Bad Gateway", "404 Not Found"])));
     let answer: Answer = Box::new(move |head, message| {
@@ -1099,6 +1232,26 @@ async fn the_sdks_own_http_transport_given_by_the_user_loses_a_call_and_not_its_
     assert_eq!(client.generation(), Some(2));
     let posts = asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count();
     assert_eq!(posts, 2);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_write_whose_redirect_leads_nowhere_over_a_transport_of_the_users_is_unknown() {
+    let answer: Answer = Box::new(|_, message| match message["method"].as_str() {
+        // It was done, and here is where to look.
+        Some("tools/call") => respond("303 See Other", "Location: http://127.0.0.1:1/\r\n", ""),
+        _ => well("s1", message),
+    });
+    let (address, asked) = http_server(answer).await;
+    let connector = Connector::new((), move || {
+        let config = StreamableHttpClientTransportConfig::with_uri(address.as_str());
+        Ok(StreamableHttpClientTransport::with_client(reqwest::Client::new(), config))
+    });
+    let client = Lab::new().stack(connector);
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+    assert_eq!(error.get_ref::<sdk::HttpError>().unwrap().kind(), sdk::HttpErrorKind::Connect);
+    assert_eq!(asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count(), 1);
     client.shutdown(PATIENCE).await;
 }
 

@@ -151,6 +151,16 @@ enum Id {
     Told,
 }
 
+/// Whether what begins so is an answer: to that request of ours, or to one that is named only later.
+#[cfg(feature = "rmcp")]
+pub(crate) fn begins_an_answer(bytes: &[u8], to: u64) -> bool {
+    let mut scanner = Scanner::default();
+    match scanner.read(bytes) {
+        (_, Some(id)) => id == to,
+        (_, None) => scanner.answers && !scanner.asks && scanner.id == Id::None,
+    }
+}
+
 #[derive(Debug, Default)]
 struct Token {
     bytes: [u8; 24],

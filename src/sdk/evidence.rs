@@ -77,6 +77,8 @@ pub enum HttpErrorKind {
     WrongId,
     /// The response is no JSON-RPC message.
     NotJsonRpc,
+    /// An event of the response's stream is above the limit, and is not known to be the answer.
+    EventTooLarge,
     /// The response is neither JSON nor a stream of events.
     ContentType,
     /// The credentials were refused.
@@ -97,6 +99,7 @@ impl HttpErrorKind {
             Self::NoAnswer => "the server accepted the request without answering it",
             Self::WrongId => "the server answered with an id that is not the request's",
             Self::NotJsonRpc => "the response is no JSON-RPC message",
+            Self::EventTooLarge => "an event of the response's stream is above the limit, and no answer",
             Self::ContentType => "the response is neither JSON nor a stream of events",
             Self::Unauthorized => "the credentials were refused",
             Self::SessionUnknown => "the server does not know the session",
@@ -249,7 +252,9 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
         return exchange.named(seen(sight, Some(ServiceError::TransportSend(error))));
     }
     let io = source.and_then(|source| source.downcast_ref::<std::io::Error>());
-    let never_sent = io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected);
+    // Others than our own pipe have the frame from the beginning, and say so too of one that was lost half-way.
+    let never_sent =
+        io.is_some_and(|io| io.kind() == std::io::ErrorKind::NotConnected) && exchange.frame.withdraw();
     // What is no error of a stream of bytes may be one of this call's alone, as over HTTP.
     let judged = match (never_sent, bytes && io.is_some()) {
         // The writer was gone before.
@@ -267,7 +272,8 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
 fn foreign_http(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Sight> {
     let error = error.downcast_ref::<StreamableHttpError<reqwest::Error>>()?;
     Some(match error {
-        StreamableHttpError::Client(error) if error.is_connect() => Sight::NotSent(HttpErrorKind::Connect),
+        // The last of several attempts, maybe: it follows redirects, and sends again what met a lost session.
+        StreamableHttpError::Client(error) if error.is_connect() => Sight::Odd(HttpErrorKind::Connect, None),
         StreamableHttpError::Client(error) if error.is_decode() || error.is_body() => {
             Sight::Odd(HttpErrorKind::BodyLost, None)
         }

@@ -38,7 +38,7 @@ use super::{
     sse::{Event, Parser},
     transport::{Envelope, seen_elsewhere},
 };
-use crate::{BoxError, connection::BoxFuture};
+use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer};
 
 const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -47,6 +47,8 @@ const EVENTS: &str = "text/event-stream";
 const BOTH: &str = "application/json, text/event-stream";
 /// How many requests may be on their way at once, unless the caller says so.
 const MAX_POSTS: usize = 1024;
+/// How long the caller's function may take to get other credentials: all that were refused wait for it.
+const REFRESH: Duration = Duration::from_secs(120);
 /// How long a session may take to answer whether it is there.
 const EXAMINE: Duration = Duration::from_secs(5);
 /// After how long a response stream is resumed whose server does not say; then twice as long each time, up to that.
@@ -267,10 +269,7 @@ impl Credentials {
                 return false;
             }
         }
-        let fresh = match refresh(Unauthorized { challenge }).await {
-            Ok(fresh) => fresh,
-            Err(_) => return false,
-        };
+        let Ok(Ok(fresh)) = timeout(REFRESH, refresh(Unauthorized { challenge })).await else { return false };
         let mut token = self.lock();
         *token = Token { value: Some(fresh), number: refused.number + 1, is_unproved: true };
         true
@@ -357,6 +356,7 @@ impl Client {
         if let Some(exchange) = &letter.exchange {
             exchange.set_begun();
         }
+        let mut is_repeated = false;
         loop {
             let token = self.shared.credentials.current();
             let taken = Arc::new(AtomicBool::new(false));
@@ -387,7 +387,7 @@ impl Client {
             }
             let are_others = self.refresh(&token, response.headers()).await;
             // What is not a call of anybody's is sent again here.
-            if are_others && letter.exchange.is_none() {
+            if are_others && letter.exchange.is_none() && !std::mem::replace(&mut is_repeated, true) {
                 continue;
             }
             letter.saw(if are_others { Sight::Refreshed } else { of_status(401, None) });
@@ -538,8 +538,9 @@ impl Client {
         gone
     }
 
-    /// Asks for a stream of events.
+    /// Asks for a stream of events; once more with other credentials, and not for as long as there are others.
     async fn get(&self, line: &Line, last_event_id: Option<&str>) -> Result<reqwest::Response, Failure> {
+        let mut is_repeated = false;
         let response = loop {
             let token = self.shared.credentials.current();
             let mut request = self.request(http::Method::GET, line, &token);
@@ -549,6 +550,7 @@ impl Client {
             let response = request.send().await.map_err(lost)?;
             self.shared.inner.heard();
             if response.status() != StatusCode::UNAUTHORIZED
+                || std::mem::replace(&mut is_repeated, true)
                 || !self.refresh(&token, response.headers()).await
             {
                 break response;
@@ -756,8 +758,7 @@ impl Answering {
                 Ok(Some(chunk)) => {
                     self.client.shared.inner.heard();
                     if self.parser.read(&chunk).is_err() {
-                        let limit = self.line.limits.max_sse_event_size;
-                        return self.end_oddly(Sight::TooLarge(limit));
+                        return self.end_oddly(self.too_large());
                     }
                 }
                 // What is there of an event is none.
@@ -793,6 +794,21 @@ impl Answering {
             self.end();
         }
         Some(Sse { data: Some(event.data), ..Sse::default() })
+    }
+
+    /// What an event above the limit says: only an answer is one.
+    fn too_large(&self) -> Sight {
+        let id = match self.id {
+            Some(RequestId::Number(id)) => u64::try_from(id).ok(),
+            _ => None,
+        };
+        let mut data = self.parser.data_so_far();
+        // A line's end within JSON is white space.
+        data.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b' ');
+        match id.is_some_and(|id| begins_an_answer(&data, id)) {
+            true => Sight::TooLarge(self.line.limits.max_sse_event_size),
+            false => Sight::Odd(HttpErrorKind::EventTooLarge, None),
+        }
     }
 
     fn end(&mut self) {
@@ -982,4 +998,31 @@ async fn read_body(
         body.extend_from_slice(&chunk);
     }
     Ok(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_refresh_that_never_ends_is_given_up_and_the_next_in_line_asks_again() {
+        let (credentials, asked) = (Credentials::new(None), AtomicU32::new(0));
+        let asked = Arc::new(asked);
+        let count = Arc::clone(&asked);
+        let refresh: Refresh = Arc::new(move |_| match count.fetch_add(1, Ordering::Relaxed) {
+            0 => Box::pin(std::future::pending()),
+            _ => Box::pin(async { Ok("fresh".to_owned()) }),
+        });
+        let refused = credentials.current();
+        let began = tokio::time::Instant::now();
+        let both = tokio::join!(
+            credentials.refresh(&refused, &refresh, None),
+            credentials.refresh(&refused, &refresh, None),
+        );
+        assert_eq!((both, began.elapsed()), ((false, true), REFRESH));
+        assert_eq!(credentials.current().value.as_deref(), Some("fresh"));
+        assert_eq!(asked.load(Ordering::Relaxed), 2);
+    }
 }

@@ -75,7 +75,7 @@
 //! | 404 to a request with our session's id, whatever its body | probably not processed | a new session |
 //! | 400 to a request with our session's id, and a `ping` on that session gets 400 or 404 too | the same | a new session |
 //! | a result or an error with the request's id | the answer | goes on |
-//! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; redirects, other statuses, other contents | none: the call is in doubt | goes on |
+//! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; an event above the limit that is no answer; redirects, other statuses, other contents | none: the call is in doubt | goes on |
 //!
 //! They all end the call at once; [`HttpError`] says which it was. A response that never comes ends at the call's
 //! deadline: if nothing at all was heard from the server since the call was sent, one bounded `ping` decides about the

@@ -89,6 +89,16 @@ impl Parser {
         self.ready.pop_front()
     }
 
+    /// The data of the event under way, as far as it has come.
+    pub(super) fn data_so_far(&self) -> Vec<u8> {
+        let mut data = self.event.data.as_bytes().to_vec();
+        if let Some(more) = self.line.strip_prefix(b"data:") {
+            data.push(b'\n');
+            data.extend_from_slice(more);
+        }
+        data
+    }
+
     fn end_line(&mut self, line: &[u8]) {
         let line = match mem::take(&mut self.at_start) {
             true => line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line),
@@ -171,5 +181,6 @@ mod tests {
         assert_eq!(parser.read(b"data: 01234567890"), Err(TooLarge));
         let mut parser = Parser::new(16);
         assert_eq!(parser.read(b"data: 01234\ndata: 01234\ndata: 01234\n"), Err(TooLarge));
+        assert_eq!(parser.data_so_far(), b"01234\n01234\n 01234");
     }
 }

@@ -207,7 +207,7 @@ mod tests {
     };
 
     use tokio_test::task::spawn;
-    use tower::{ServiceBuilder, ServiceExt, service_fn};
+    use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
 
     use super::*;
     use crate::{
@@ -421,5 +421,19 @@ mod tests {
         // And it goes the short way where nobody does.
         stack.ready().await.unwrap().call(Tagged::new(3, Effect::ReadOnly)).await.unwrap();
         assert!(stack.lock().lane.is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_read_that_a_layer_around_the_stack_attempts_again_tells_it_its_connection() {
+        let (script, log) = (Script::default(), Log::default());
+        let stack = Stack::builder(connector(&script)).retry(RetryReadOnly.attempts(1)).build().unwrap();
+        let mut around = retries().on_event(sink(&log)).layer(stack);
+        around.ready().await.unwrap().call(Tagged::new(0, Effect::ReadOnly)).await.unwrap();
+        script.lock().unwrap().push_back(Way::Fails);
+        let answer = around.ready().await.unwrap().call(Tagged::new(1, Effect::ReadOnly)).await;
+        assert_eq!(answer.unwrap(), 1);
+        let log = log.lock().unwrap();
+        let on: Vec<_> = log[0]["attempts"].as_array().unwrap().iter().map(|it| &it["generation"]).collect();
+        assert_eq!((log.len(), on), (1, vec![&serde_json::json!(1); 2]));
     }
 }
