@@ -1032,6 +1032,43 @@ async fn a_write_whose_redirect_leads_nowhere_over_a_transport_of_the_users_is_u
 }
 
 #[tokio::test]
+async fn a_write_whose_redirect_leads_to_a_refusal_is_unknown_where_a_client_of_the_users_follows_it() {
+    for refusal in ["401 Unauthorized", "403 Forbidden", "404 Not Found", "429 Too Many Requests"] {
+        let answer: Answer = Box::new(move |head, message| match message["method"].as_str() {
+            // It was done, and here is where to look.
+            Some("tools/call") => respond("303 See Other", "Location: /login\r\n", ""),
+            _ if head.starts_with("get /login") => respond(refusal, "", ""),
+            _ => well("s1", message),
+        });
+        let (address, asked) = http_server(answer).await;
+        let address = address.replace("http://", "http://user:word@") + "#part";
+        let http = sdk::Http::new(address).client(reqwest::Client::new());
+        let client =
+            Lab::new().stack(Connector::http((), http).on_unauthorized(|_| async { Ok("new".into()) }));
+        let error = call(&client, "w_ok").await.unwrap_err();
+        assert_eq!((error.outcome(), client.generation()), (Outcome::Unknown, Some(1)), "{error:?}");
+        let told = error.get_ref::<sdk::HttpError>().unwrap();
+        assert_eq!(told.kind(), sdk::HttpErrorKind::Redirect);
+        assert_eq!(asked.lock().unwrap().iter().filter(|asked| *asked == "post tools/call").count(), 1);
+        client.shutdown(PATIENCE).await;
+    }
+}
+
+#[tokio::test]
+async fn a_401_without_a_redirect_is_one_also_where_the_address_has_credentials() {
+    let answer: Answer = Box::new(|_, message| match message["method"].as_str() {
+        Some("tools/call") => respond("401 Unauthorized", "", ""),
+        _ => well("s1", message),
+    });
+    let (address, _) = http_server(answer).await;
+    let address = address.replace("http://", "http://user:word@") + "#part";
+    let client = Lab::new().stack(Connector::http((), address));
+    let error = call(&client, "w_ok").await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Evidence(goaround::Evidence::Unauthorized)), "{error:?}");
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
 async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is() {
     let sessions = Arc::new(Mutex::new(0));
     let answer: Answer = Box::new(move |head, message| {
