@@ -69,7 +69,8 @@ pub enum HttpErrorKind {
     StreamEnded,
     /// A status that says that the call failed.
     Status,
-    /// A redirect: it is not followed, since it would take the session and the credentials somewhere else.
+    /// A redirect: it is not followed, since it would take the session and the credentials somewhere else. Also what
+    /// came of one that a client of the caller's has followed.
     Redirect,
     /// The server accepted the request and will not answer it (202 or 204).
     NoAnswer,
@@ -95,7 +96,7 @@ impl HttpErrorKind {
             Self::BodyLost => "the response's body was cut",
             Self::StreamEnded => "the response's stream ended without an answer",
             Self::Status => "the server answered with an error status",
-            Self::Redirect => "the server redirects, which is not followed; use the address that it names",
+            Self::Redirect => "the server redirects; use the address that it names",
             Self::NoAnswer => "the server accepted the request without answering it",
             Self::WrongId => "the server answered with an id that is not the request's",
             Self::NotJsonRpc => "the response is no JSON-RPC message",

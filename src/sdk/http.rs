@@ -381,7 +381,13 @@ impl Client {
                 }
             };
             self.shared.inner.heard();
-            if response.status() != StatusCode::UNAUTHORIZED {
+            let status = response.status();
+            if letter.exchange.is_some() && !status.is_success() && is_elsewhere(&response, &line.uri) {
+                // A refusal of what the client asked there; the call itself was answered with a redirect.
+                letter.saw(Sight::Odd(HttpErrorKind::Redirect, Some(status.as_u16())));
+                return Err(failed(status, None));
+            }
+            if status != StatusCode::UNAUTHORIZED {
                 self.shared.credentials.accepted(token.number);
                 return self.posted(line, letter, response).await;
             }
@@ -929,6 +935,18 @@ fn content_type(headers: &HeaderMap) -> ContentType {
 
 fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}
+
+/// Whether the caller's own client has followed a redirect to this response.
+fn is_elsewhere(response: &reqwest::Response, asked: &str) -> bool {
+    let Ok(mut asked) = reqwest::Url::parse(asked) else { return false };
+    let mut is = response.url().clone();
+    for url in [&mut asked, &mut is] {
+        // Credentials in an address are taken out of it when it is asked.
+        let _ = (url.set_username(""), url.set_password(None));
+        url.set_fragment(None);
+    }
+    asked != is
 }
 
 fn session_unknown(status: u16) -> Sight {
