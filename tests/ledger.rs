@@ -214,7 +214,7 @@ fn a_second_process_is_turned_away_until_the_first_is_killed_and_its_children_do
     for name in [&path, &link] {
         let Err(error) = DurableLedger::open(name) else { panic!("opened twice") };
         assert!(matches!(error, LedgerError::InUse));
-        assert_eq!(error.to_string(), "another process has the ledger open");
+        assert_eq!(error.to_string(), "the ledger is open already, in this process or another");
     }
     assert_eq!(fs::read(&path).unwrap(), before);
     first.kill().unwrap();

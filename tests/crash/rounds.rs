@@ -134,7 +134,7 @@ fn fly(kind: &Kind, seed: u64, count: &mut Count) -> Result<Vec<String>, BoxErro
     client.read(|lines| lines.len() >= moment || lines.last().is_some_and(|line| line == "finished"))?;
     if kind.second {
         let (lines, status) = Process::start("--recover", &[&plan])?.end()?;
-        if status.code() != Some(i32::from(IN_USE)) || !lines[0].contains("another process has the ledger") {
+        if status.code() != Some(i32::from(IN_USE)) || !lines[0].contains("the ledger is open already") {
             return Err(format!("a second process got {status}: {lines:?}").into());
         }
     }
