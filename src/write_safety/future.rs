@@ -828,7 +828,7 @@ where
     fn another_write(&mut self) -> CallError {
         self.attempts.extend(self.replaced.take());
         self.last_error().note(match &self.parts.hold {
-            Some(_) => "not replayed: another write with the same conflict key, or without one, was handed over since",
+            Some(_) => "not replayed: another write was handed over since, with the same conflict key or without one",
             None => {
                 "not replayed: another write was handed over since; independent_writes() or conflict_key(..) would \
                  declare that they do not touch each other"
