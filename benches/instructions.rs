@@ -10,7 +10,7 @@ use std::{
 };
 
 use goaround::{
-    CallError, Effect, Stack, Tagged,
+    BoxError, CallError, Effect, InDoubt, Stack, Tagged, Verdict,
     jsonrpc::{Client, Request},
 };
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, duplex, split};
@@ -34,14 +34,17 @@ impl Service<Tagged<u64>> for Echo {
     }
 }
 
-/// Reads through the whole stack, around a service that is ready at once.
-fn ready_read(calls: u64) {
+/// Calls through the whole stack, with a check configured, around a service that is ready at once.
+fn ready_calls(calls: u64, effect: Effect) {
     let connector = service_fn(|()| ready(Ok::<_, CallError>(Echo)));
-    let mut stack = Stack::builder(connector).deadline(Duration::from_secs(30)).build().expect("a stack");
+    let check =
+        |doubt: InDoubt<Tagged<u64>, u64>| async move { Ok::<Verdict<u64>, BoxError>(doubt.unknown("")) };
+    let stack = Stack::builder(connector).deadline(Duration::from_secs(30)).check(check);
+    let mut stack = stack.build().expect("a stack");
     let mut cx = Context::from_waker(Waker::noop());
     for n in 0..calls {
         assert!(matches!(stack.poll_ready(&mut cx), Poll::Ready(Ok(()))));
-        let call = pin!(stack.call(Tagged::new(n, Effect::ReadOnly)));
+        let call = pin!(stack.call(Tagged::new(n, effect)));
         let Poll::Ready(Ok(answer)) = call.poll(&mut cx) else { panic!("it is ready at once") };
         black_box(answer);
     }
@@ -78,9 +81,15 @@ fn main() {
     match (what.as_str(), calls) {
         ("ready_read", Some(calls)) => {
             let _in_runtime = runtime.enter();
-            ready_read(calls);
+            ready_calls(calls, Effect::ReadOnly);
+        }
+        ("ready_write", Some(calls)) => {
+            let _in_runtime = runtime.enter();
+            ready_calls(calls, Effect::Write);
         }
         ("round_trip", Some(calls)) => runtime.block_on(round_trip(calls)),
-        _ => println!("usage: ready_read | round_trip, and how many calls; see scripts/instructions"),
+        _ => println!(
+            "usage: ready_read | ready_write | round_trip, and how many calls; see scripts/instructions"
+        ),
     }
 }

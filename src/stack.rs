@@ -273,7 +273,10 @@ where
         return ResponseFuture::shut_down(&request, effect);
     }
     request.context_mut().set_judged(judged);
-    ResponseFuture { kind: Kind::Layered { future: ways.layers.call(request), seat } }
+    // The layers are one after the other here, so that one reading of the clock serves them all.
+    ResponseFuture {
+        kind: Kind::Layered { future: ways.layers.call_by(request, WriteSafety::call_at), seat },
+    }
 }
 
 impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>

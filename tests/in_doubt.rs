@@ -1336,8 +1336,12 @@ async fn a_ledger_that_panics_at_a_hint_loses_no_report() {
 
 #[tokio::test(start_paused = true)]
 async fn a_wall_clock_that_panics_loses_no_report() {
-    for panics_at in 1..6 {
+    for panics_at in 0..6 {
         for keyed in [false, true] {
+            if keyed && panics_at == 0 {
+                // Read before anything is handed over: the caller's panic is all there is.
+                continue;
+            }
             let lab = Lab::new();
             lab.write(fail(closed()));
             lab.write(fail(closed()));
@@ -1357,6 +1361,27 @@ async fn a_wall_clock_that_panics_loses_no_report() {
             assert_eq!((reports, ledger.in_doubt().await.unwrap().len()), (1, 1), "{panics_at} {keyed}");
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_entry_says_when_the_write_was_begun_also_where_the_wall_clock_is_first_read_at_its_end() {
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Err(closed())));
+    let start = SystemTime::UNIX_EPOCH + 1_000 * SECOND;
+    let (begun, reads) = (tokio::time::Instant::now(), Arc::new(AtomicU32::new(0)));
+    let count = Arc::clone(&reads);
+    let ledger = MemoryLedger::new();
+    let layer = Safety::refuse().ledger(ledger.clone()).wall_clock(move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        start + begun.elapsed()
+    });
+    let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+    assert!(poll_once(&mut call));
+    assert_eq!(reads.load(Ordering::Relaxed), 0);
+    assert_eq!(call.await.unwrap_err().outcome(), Outcome::Unknown);
+    let entries = ledger.in_doubt().await.unwrap();
+    let [entry] = &entries[..] else { panic!("{entries:?}") };
+    assert_eq!((entry.entered, entry.changed), (start, start + 3 * SECOND));
 }
 
 #[tokio::test(start_paused = true)]

@@ -150,13 +150,14 @@ impl Door<'_> {
         event::enter(context, self.ids, self.events)
     }
 
-    /// Settles the call's deadline; `Err` if it has passed already, or nothing bounds an idle limit.
+    /// Settles the call's deadline, and says when, where the clock was read; `Err` if it has passed already, or
+    /// nothing bounds an idle limit.
     #[inline]
-    pub(crate) fn settle(&self, context: &mut CallContext) -> Result<(), CallError> {
+    pub(crate) fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
         let own = context.deadline();
         let by_default = context.is_by_default();
         if own == Deadline::Never && !by_default {
-            return bounded(context);
+            return bounded(context).map(|()| None);
         }
         let now = Instant::now();
         let deadline = match own {
@@ -168,11 +169,11 @@ impl Door<'_> {
             context.set_default_deadline(deadline);
         }
         if context.progress().is_some() {
-            return settle_moving(context, now);
+            return settle_moving(context, now).map(|()| Some(now));
         }
         match deadline.is_past(now) {
             true => Err(CallError::deadline(Delivery::NotSent)),
-            false => Ok(()),
+            false => Ok(Some(now)),
         }
     }
 }
@@ -204,15 +205,30 @@ where
     }
 
     #[inline]
-    fn call(&mut self, mut request: Req) -> Self::Future {
+    fn call(&mut self, request: Req) -> Self::Future {
+        self.call_by(request, |inner, request, _| inner.call(request))
+    }
+}
+
+impl<S> DeadlineService<S> {
+    /// Calls the inner service by `call`, which is told when that was, if the clock was read.
+    #[inline(always)]
+    pub(crate) fn call_by<Req, F>(
+        &mut self,
+        mut request: Req,
+        call: impl FnOnce(&mut S, Req, Option<Instant>) -> F,
+    ) -> ResponseFuture<F>
+    where
+        Req: Call,
+    {
         let effect = effect_of(&request);
         let context = request.context_mut();
         let (inner, mut door) = self.parts();
         let report = door.enter(context).then(|| Report::of(context));
         match door.settle(context) {
-            Ok(()) => {
+            Ok(now) => {
                 let until = context.until();
-                ResponseFuture::new(inner.call(request), until, effect, report)
+                ResponseFuture::new(call(inner, request, now), until, effect, report)
             }
             Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
         }

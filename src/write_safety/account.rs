@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    FirstSent, Shared, WallClock,
+    FirstSent, Shared,
     conflicts::{Hold, Unrecorded},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
@@ -25,8 +25,14 @@ pub(super) struct Account {
     first_sent: FirstSent,
     stack: u64,
     servers_entered: bool,
-    /// The ledger, where it has to be waited for.
-    other: Option<Arc<dyn DynLedger>>,
+    /// Whether somebody else has settled it.
+    lost: bool,
+    recorded: Option<Box<Recorded>>,
+}
+
+/// What a ledger that has to be waited for knows of it.
+struct Recorded {
+    ledger: Arc<dyn DynLedger>,
     /// As of the last step that has ended; `None` while nobody knows it.
     revision: Option<u64>,
     /// The last one that was known.
@@ -34,8 +40,6 @@ pub(super) struct Account {
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
     /// Whether its replay was claimed, also if it was not needed in the end.
     claim: Claim,
-    /// Whether somebody else has settled it.
-    lost: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -46,20 +50,21 @@ enum Claim {
 }
 
 impl Account {
-    pub(super) fn new(id: EntryId, arguments: Option<String>, shared: &Shared, clock: &WallClock) -> Self {
-        Self {
-            id,
-            arguments,
-            first_sent: FirstSent::now(clock),
-            stack: shared.stack,
-            servers_entered: shared.servers_entered,
-            other: shared.ledger.other(),
-            revision: None,
-            last: 0,
-            step: None,
-            claim: Claim::None,
-            lost: false,
-        }
+    #[inline(always)]
+    pub(super) fn new(
+        id: EntryId,
+        arguments: Option<String>,
+        first_sent: FirstSent,
+        shared: &Shared,
+    ) -> Self {
+        let recorded = shared.ledger.other().map(Recorded::new);
+        let Shared { stack, servers_entered, .. } = *shared;
+        Self { id, arguments, first_sent, stack, servers_entered, lost: false, recorded }
+    }
+
+    /// Whether there is an entry only if the write ends in doubt.
+    pub(super) fn is_in_memory(&self) -> bool {
+        self.recorded.is_none()
     }
 
     /// When it was begun, which is before it was handed over.
@@ -68,7 +73,7 @@ impl Account {
     }
 
     fn entry(&mut self, method: &str, effect: Effect, hold: Option<&Hold>) -> Entry {
-        let mut entry = Entry::new(self.id, method.to_owned(), effect, self.stack, self.first_sent.wall);
+        let mut entry = Entry::new(self.id, method.to_owned(), effect, self.stack, self.first_sent.wall());
         entry.key = hold.map(|hold| hold.key().to_string());
         entry.arguments = self.arguments.take();
         entry.servers_entered = self.servers_entered;
@@ -78,14 +83,15 @@ impl Account {
     /// Begins to enter it.
     pub(super) fn enter(&mut self, method: &str, effect: Effect, hold: Option<&Hold>) {
         let entry = self.entry(method, effect, hold);
-        let Some(ledger) = self.other.clone() else { return };
+        let Some(recorded) = &mut self.recorded else { return };
+        let ledger = Arc::clone(&recorded.ledger);
         let unrecorded = hold.map(Hold::unrecorded).unwrap_or_default();
         if unrecorded.is_empty() {
-            self.step = Some(ledger.enter(entry));
+            recorded.step = Some(ledger.enter(entry));
             return;
         }
         let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
-        self.step = Some(Box::pin(async move {
+        recorded.step = Some(Box::pin(async move {
             for Unrecorded { id, method, revision, claiming, state } in unrecorded {
                 let mut settled = Arc::clone(&ledger).settle(id, revision, state.clone()).await;
                 if claiming && matches!(settled, Err(LedgerError::Conflict(_))) {
@@ -107,30 +113,34 @@ impl Account {
 
     /// Begins to claim its replay, if it is not claimed already.
     pub(super) fn claim(&mut self) {
-        if self.claim == Claim::None
+        if let Some(recorded) = &mut self.recorded
+            && recorded.claim == Claim::None
             && !off!(Claim)
-            && let (Some(ledger), Some(revision), None) = (&self.other, self.revision, &self.step)
+            && let (Some(revision), None) = (recorded.revision, &recorded.step)
         {
-            self.claim = Claim::UnderWay;
-            self.step = Some(Arc::clone(ledger).claim(self.id, revision));
+            recorded.claim = Claim::UnderWay;
+            recorded.step = Some(Arc::clone(&recorded.ledger).claim(self.id, revision));
         }
     }
 
     /// Waits until the step that was begun is recorded.
     pub(super) fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), LedgerError>> {
-        let Some(step) = self.step.as_mut().filter(|_| !off!(Enter)) else { return Poll::Ready(Ok(())) };
+        let Some(recorded) = self.recorded.as_deref_mut().filter(|_| !off!(Enter)) else {
+            return Poll::Ready(Ok(()));
+        };
+        let Some(step) = &mut recorded.step else { return Poll::Ready(Ok(())) };
         let result = ready!(step.as_mut().poll(cx));
-        self.step = None;
+        recorded.step = None;
         match &result {
             // Nothing has changed.
-            Err(LedgerError::Overtaken(_)) => self.claim = Claim::None,
-            result => self.revision = result.as_ref().ok().copied(),
+            Err(LedgerError::Overtaken(_)) => recorded.claim = Claim::None,
+            result => recorded.revision = result.as_ref().ok().copied(),
         }
-        self.last = self.revision.unwrap_or(self.last);
+        recorded.last = recorded.revision.unwrap_or(recorded.last);
+        if recorded.claim == Claim::UnderWay && result.is_ok() {
+            recorded.claim = Claim::Granted;
+        }
         self.lost = matches!(result, Err(LedgerError::Conflict(_)));
-        if self.claim == Claim::UnderWay && result.is_ok() {
-            self.claim = Claim::Granted;
-        }
         Poll::Ready(result.map(drop))
     }
 
@@ -155,32 +165,32 @@ impl Account {
         if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
             hold.end_in_doubt(method);
         }
-        match (self.other.clone(), self.revision, &self.step) {
-            (None, ..) => {
-                if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
-                    let mut entry = self.entry(method, effect, hold);
-                    entry.state = state.clone();
-                    entry.changed = self.first_sent.clock.now_or(self.first_sent.wall);
-                    memory.keep(entry);
-                }
-                None
+        let Some(recorded) = &self.recorded else {
+            if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
+                let mut entry = self.entry(method, effect, hold);
+                entry.state = state.clone();
+                entry.changed = self.first_sent.clock.now_or_system();
+                memory.keep(entry);
             }
-            (Some(ledger), Some(revision), None) => Some(ledger.settle(self.id, revision, state.clone())),
-            // A step is under way, and may have been taken; or nothing can be waited for.
-            (Some(ledger), ..) => {
-                // Not every ledger takes hints.
-                if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
-                    hold.leave(method.to_owned(), self.last, self.claim == Claim::UnderWay, state.clone());
-                }
-                hint(&*ledger, self.id, state.clone());
-                None
-            }
+            return None;
+        };
+        if let (Some(revision), None) = (recorded.revision, &recorded.step) {
+            return Some(Arc::clone(&recorded.ledger).settle(self.id, revision, state.clone()));
         }
+        // A step is under way, and may have been taken; or nothing can be waited for. Not every ledger takes hints.
+        if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
+            let claiming = recorded.claim == Claim::UnderWay;
+            hold.leave(method.to_owned(), recorded.last, claiming, state.clone());
+        }
+        hint(&*recorded.ledger, self.id, state.clone());
+        None
     }
 
     /// From here on nothing can be waited for: the ledger gets a hint.
     pub(super) fn interrupt(&mut self) {
-        self.revision = None;
+        if let Some(recorded) = &mut self.recorded {
+            recorded.revision = None;
+        }
     }
 
     /// Keeps the result until that step is recorded.
@@ -190,7 +200,7 @@ impl Account {
         state: State,
         result: Result<Res, CallError>,
         method: String,
-        hold: Option<Hold>,
+        hold: Option<Box<Hold>>,
         until: Until,
     ) -> Closing<Res> {
         let step = Box::pin(async move {
@@ -204,9 +214,9 @@ impl Account {
         Closing {
             result: Some(result),
             step,
-            ledger: self.other.clone(),
+            ledger: self.recorded.as_ref().map(|recorded| Arc::clone(&recorded.ledger)),
             id: self.id,
-            revision: self.revision.unwrap_or_default(),
+            revision: self.recorded.as_ref().and_then(|recorded| recorded.revision).unwrap_or_default(),
             method,
             state: Some(state),
             until,
@@ -229,7 +239,7 @@ pub(super) struct Closing<Res> {
     state: Option<State>,
     until: Until,
     /// Its key is free only then.
-    hold: Option<Hold>,
+    hold: Option<Box<Hold>>,
 }
 
 impl<Res> Closing<Res> {
@@ -240,6 +250,12 @@ impl<Res> Closing<Res> {
             _ => {}
         }
         self.result.take().map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
+impl Recorded {
+    fn new(ledger: Arc<dyn DynLedger>) -> Box<Self> {
+        Box::new(Self { ledger, revision: None, last: 0, step: None, claim: Claim::None })
     }
 }
 

@@ -90,7 +90,7 @@ pub(super) struct Parts<S, Req, Res> {
     /// The attempt under way.
     pub(super) current: Attempted,
     /// On its conflict key, if it has one.
-    pub(super) hold: Option<Hold>,
+    pub(super) hold: Option<Box<Hold>>,
     /// Whether it carries our idempotency key.
     pub(super) keyed: bool,
     pub(super) account: Account,
@@ -108,13 +108,13 @@ struct WriteCall<S, Req, Res> {
     timed_out: bool,
     doubt: Option<Box<Doubt<Res>>>,
     way: Option<Box<Way<S, Req>>>,
-    replay: Option<Replay>,
+    replay: Option<Box<Replay>>,
     /// Of a replay without a check: how many attempts came before it, and how the last of them ended.
     unchecked: Option<(usize, Option<Closure>)>,
     /// How long was waited before it.
     waited: Duration,
     /// The attempt under way, that a replay is to follow.
-    replaced: Option<Attempt>,
+    replaced: Option<Box<Attempt>>,
     /// The refusal that a trusted replay follows.
     refused: Option<CallError>,
     trail: Option<Arc<Trail>>,
@@ -205,15 +205,21 @@ where
     }
 
     /// A write that is handed over at once.
-    pub(super) fn write(parts: Parts<S, Req, S::Response>, hand_over: impl FnOnce(()) -> S::Future) -> Self
+    #[inline(always)]
+    pub(super) fn write(
+        parts: impl FnOnce() -> Parts<S, Req, S::Response>,
+        hand_over: impl FnOnce(()) -> S::Future,
+    ) -> Self
     where
         Req: Call,
     {
-        let mut call = WriteCall::new(parts);
-        call.count_hand_over();
-        call.handing_over = true;
         // There before the service is called: should that panic, the destructor reports the write.
-        let mut this = Self::of(call, None);
+        let mut this = Self::of(WriteCall::new(parts()));
+        if let Kind::Write(write) = &mut this.kind {
+            let call = write.as_mut().project().call;
+            call.count_hand_over();
+            call.handing_over = true;
+        }
         this.attempt = Some(hand_over(()));
         if let Kind::Write(write) = &mut this.kind {
             write.as_mut().project().call.handing_over = false;
@@ -225,7 +231,7 @@ where
     pub(super) fn entering(parts: Parts<S, Req, S::Response>, service: S, request: Req) -> Self {
         let mut call = WriteCall::new(parts);
         let Parts { account, name, effect, hold, .. } = &mut call.parts;
-        account.enter(name, *effect, hold.as_ref());
+        account.enter(name, *effect, hold.as_deref());
         call.way = Some(Box::new(Way {
             service,
             request,
@@ -234,11 +240,17 @@ where
             readied: true,
             errand: Errand::First,
         }));
-        Self::of(call, None)
+        Self::of(call)
     }
 
-    fn of(call: WriteCall<S, Req, S::Response>, attempt: Option<S::Future>) -> Self {
-        Self { attempt, kind: Kind::Write(Box::pin(Write { timer: None, call })) }
+    /// Inlined all the way from where its parts are made, which are then moved once, to the heap.
+    #[inline(always)]
+    fn of(call: WriteCall<S, Req, S::Response>) -> Self {
+        let place = Box::new_uninit();
+        Self {
+            attempt: None,
+            kind: Kind::Write(Box::into_pin(Box::write(place, Write { timer: None, call }))),
+        }
     }
 }
 
@@ -403,7 +415,7 @@ where
             Some(_) if self.parts.current.activity.poll_sent(cx).is_err() => Next::Continue,
             Some((replay, request)) => {
                 let attempt = self.kept_attempt();
-                self.replaced = Some(attempt);
+                self.replaced = Some(Box::new(attempt));
                 self.replay_unchecked(replay, request, Duration::ZERO);
                 Next::Continue
             }
@@ -721,7 +733,7 @@ where
             }
             if let Err(error) = readied {
                 self.way = None;
-                self.attempts.extend(self.replaced.take());
+                self.keep_replaced();
                 let error = CallError::not_ready(error).of_call(&self.parts.name, self.parts.effect);
                 return Poll::Ready(Err(error.with_attempt(None)));
             }
@@ -745,7 +757,7 @@ where
             return Poll::Ready(Err(self.not_granted(error, &errand)));
         }
         if !matches!(errand, Errand::Replay(_))
-            && let Some((id, method)) = self.parts.hold.as_ref().and_then(Hold::in_its_way)
+            && let Some((id, method)) = self.parts.hold.as_deref().and_then(Hold::in_its_way)
         {
             let error = refused(LedgerError::KeyInDoubt { id, method });
             let error = error.of_call(&self.parts.name, self.parts.effect);
@@ -756,15 +768,16 @@ where
         match errand {
             // What the ledger took is not the attempt's time.
             Errand::First | Errand::Again => {
-                self.parts.current = match self.parts.until.left(Instant::now()) {
+                let (now, until) = (Instant::now(), &self.parts.until);
+                self.parts.current = match until.left(now) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
-                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, self.parts.until.deadline),
+                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, until.deadline, now),
                 };
                 self.count_hand_over();
             }
             Errand::Replay(replay) => {
-                self.attempts.extend(self.replaced.take());
+                self.keep_replaced();
                 // A key counts only until the server may have forgotten it: a wait, or a slow ledger, may have
                 // outlasted it, and what is handed over now must not be sent later.
                 let end = match self.key_end(&replay) {
@@ -782,7 +795,7 @@ where
                     let closure = error.and_then(CallError::closure).cloned();
                     self.unchecked = Some((self.attempts.len(), closure));
                 }
-                self.replay = Some(replay);
+                self.replay = Some(Box::new(replay));
                 self.refused = None;
                 if let Some(doubt) = &mut self.doubt {
                     (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
@@ -803,7 +816,7 @@ where
     /// A replay by its key may wait below this layer, for a connection or a process's end, and the machine may
     /// sleep meanwhile: once the key's time is over, by either clock, it must not be sent any more.
     fn close_by_key(&self) {
-        if let Some(replay) = &self.replay
+        if let Some(replay) = self.replay.as_deref()
             && self.key_end(replay).is_err()
         {
             self.parts.current.activity.close();
@@ -826,7 +839,7 @@ where
 
     /// Another write was handed over since the attempt that was to be replayed.
     fn another_write(&mut self) -> CallError {
-        self.attempts.extend(self.replaced.take());
+        self.keep_replaced();
         self.last_error().note(match &self.parts.hold {
             Some(_) => "not replayed: another write was handed over since, with the same conflict key or without one",
             None => {
@@ -841,7 +854,7 @@ where
         if matches!(errand, Errand::First) {
             return refused(error).of_call(&self.parts.name, self.parts.effect).with_attempt(None);
         }
-        self.attempts.extend(self.replaced.take());
+        self.keep_replaced();
         if self.parts.account.is_lost() {
             // Whoever has it may have handed it over: that it did not land is no longer known here.
             unsettle(&mut self.attempts, |_| true);
@@ -968,7 +981,7 @@ where
         if pending {
             let mut attempt = self.kept_attempt();
             attempt.settled = Some(settled);
-            self.replaced = Some(attempt);
+            self.replaced = Some(Box::new(attempt));
         }
         let mut wait = Duration::ZERO;
         if let Some(doubt) = &mut self.doubt {
@@ -988,7 +1001,7 @@ where
             None => Some("the request cannot be cloned again"),
         };
         let (Some(request), None) = (request, why) else {
-            self.attempts.extend(self.replaced.take());
+            self.keep_replaced();
             return Next::Resolve(Err(self.last_error().note(why.unwrap_or_default())));
         };
         self.set_out(
@@ -1039,8 +1052,8 @@ where
     fn out_of_time(&mut self, pending: bool) -> CallError {
         self.parts.current.activity.close();
         let reason = self.doubt.as_ref().and_then(|doubt| doubt.reason.clone());
-        if let Some(way) = &self.way {
-            self.attempts.extend(self.replaced.take());
+        if let Some(way) = self.way.take() {
+            self.keep_replaced();
             let error = CallError::deadline(Delivery::NotSent).of_call(&self.parts.name, self.parts.effect);
             return error.note(match way.errand {
                 Errand::First => "the deadline passed before the ledger had entered it",
@@ -1068,6 +1081,9 @@ where
     /// The end of the call: its entry in the ledger, one report, and the attempts into the error. Where the ledger
     /// has to be waited for, what is left of the call is that.
     fn close(&mut self, result: Result<S::Response, CallError>) -> Closed<S::Response> {
+        if result.is_ok() && self.is_plain() {
+            return Ok(result);
+        }
         let trail = self.trail.take();
         let in_between = trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
         let result = match result {
@@ -1146,6 +1162,7 @@ where
 }
 
 impl<S, Req, Res> WriteCall<S, Req, Res> {
+    #[inline(always)]
     fn new(parts: Parts<S, Req, Res>) -> Self {
         Self {
             parts,
@@ -1167,6 +1184,16 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         }
     }
 
+    /// Whether an attempt itself has succeeded and there is nothing to say of it, neither to anybody who watches
+    /// nor to the ledger.
+    fn is_plain(&self) -> bool {
+        self.answered
+            && self.doubt.is_none()
+            && self.attempts.is_empty()
+            && self.trail.is_none()
+            && self.parts.account.is_in_memory()
+    }
+
     /// It is handed over for the first time, or anew since nothing of it was sent. Counted only where somebody
     /// may ask.
     fn count_hand_over(&mut self) {
@@ -1178,6 +1205,11 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             }
             None => {}
         }
+    }
+
+    /// The attempt that a replay was to follow is one of those that have ended.
+    fn keep_replaced(&mut self) {
+        self.attempts.extend(self.replaced.take().map(|replaced| *replaced));
     }
 
     /// Whether no write that touches it was handed over since.
@@ -1223,7 +1255,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         // Another layer, further in, keeps what it reports; but it does not know of this one's key.
         let keeps = hold.is_some() || !current.activity.is_taken_over();
         let memory = lane.shared.ledger.memory().filter(|_| keeps);
-        account.close(state, memory, name, *effect, hold.as_ref())
+        account.close(state, memory, name, *effect, hold.as_deref())
     }
 
     fn call_report(&self, attempts: Vec<Attempt>, outcome: Option<Outcome>) -> CallReport {
@@ -1243,7 +1275,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         self.parts.current.activity.close();
         let replaced = self.replaced.take();
         let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
-        self.attempts.extend(replaced);
+        self.attempts.extend(replaced.map(|replaced| *replaced));
         let unjudged = self.judging && !self.attempts.iter().any(Attempt::is_in_doubt);
         if in_doubt || self.handing_over || unjudged {
             let mut attempt = Attempt::unanswered("abandoned");

@@ -122,9 +122,9 @@ impl WallClock {
         self.0.as_ref().map_or_else(SystemTime::now, |clock| clock())
     }
 
-    /// The time, or that one if the caller's clock panics.
-    fn now_or(&self, other: SystemTime) -> SystemTime {
-        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or(other)
+    /// The time, or the system's if the caller's clock panics.
+    fn now_or_system(&self) -> SystemTime {
+        catch_unwind(AssertUnwindSafe(|| self.now())).unwrap_or_else(|_| SystemTime::now())
     }
 }
 
@@ -133,20 +133,30 @@ impl WallClock {
 #[derive(Clone)]
 struct FirstSent {
     at: Instant,
-    wall: SystemTime,
+    /// Read then only where something depends on how far the clocks move apart.
+    wall: Option<SystemTime>,
     clock: WallClock,
 }
 
 impl FirstSent {
-    fn now(clock: &WallClock) -> Self {
-        Self { at: Instant::now(), wall: clock.now(), clock: clock.clone() }
+    /// `by_both` where a key has a window, or the ledger says it to others.
+    fn at(at: Instant, clock: &WallClock, by_both: bool) -> Self {
+        Self { at, wall: by_both.then(|| clock.now()), clock: clock.clone() }
+    }
+
+    /// By the wall clock: if it was not read then, by how long ago that is.
+    fn wall(&self) -> SystemTime {
+        self.wall.unwrap_or_else(|| {
+            let now = self.clock.now_or_system();
+            now.checked_sub(self.at.elapsed()).unwrap_or(now)
+        })
     }
 
     /// When a key that the server keeps for so long is gone, if it is not already, or may be.
     fn window_end(&self, window: Duration) -> Result<Option<Instant>, &'static str> {
         const OVER: &str = "not replayed: the time is over for which the server keeps the key";
         let now = Instant::now();
-        let by_wall = self.clock.now().duration_since(self.wall);
+        let by_wall = self.clock.now().duration_since(self.wall());
         let by_wall = if off!(WallClock) { Ok(Duration::ZERO) } else { by_wall };
         let by_wall =
             by_wall.map_err(|_| "not replayed: the wall clock was set back, so that no key's time counts")?;
@@ -262,7 +272,20 @@ where
         self.inner.poll_ready(cx).map_err(CallError::not_ready)
     }
 
-    fn call(&mut self, mut request: Req) -> Self::Future {
+    fn call(&mut self, request: Req) -> Self::Future {
+        self.call_at(request, None)
+    }
+}
+
+impl<S, Req> WriteSafety<S, Req, S::Response>
+where
+    Req: Call + Send + 'static,
+    S: Service<Req, Error = CallError> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Response: Send + 'static,
+{
+    /// `now` is the time, if the clock was read just before.
+    pub(crate) fn call_at(&mut self, mut request: Req, now: Option<Instant>) -> ResponseFuture<S, Req> {
         if !request.context_mut().take_judged()
             && let Some(classify) = &self.config.classify
             && let Some((effect, basis)) = classify(&request)
@@ -291,21 +314,14 @@ where
             outer.take_over();
         }
         context.set_guarded(self.config.may_replay());
-        match self.begin(request, call, effect, basis, outermost) {
-            Ok(future) => future,
-            Err(error) => ResponseFuture::refused(error),
-        }
+        self.begin(request, call, effect, basis, outermost, now)
     }
-}
 
-impl<S, Req> WriteSafety<S, Req, S::Response>
-where
-    Req: Call + Send + 'static,
-    S: Service<Req, Error = CallError> + Clone + Send + 'static,
-    S::Future: Send + 'static,
-    S::Response: Send + 'static,
-{
     /// Hands a write over, or enters it in a ledger that has to be waited for.
+    ///
+    /// Inlined, and its parts are put together where they go to: each move of them costs as much as reading a
+    /// clock.
+    #[inline(always)]
     fn begin(
         &mut self,
         mut request: Req,
@@ -313,7 +329,8 @@ where
         effect: Effect,
         basis: Basis,
         outermost: bool,
-    ) -> Result<ResponseFuture<S, Req>, CallError> {
+        now: Option<Instant>,
+    ) -> ResponseFuture<S, Req> {
         let id = EntryId::of(call);
         let keyed = match &self.config.keyed {
             Some(keyed) => (keyed.put)(&mut request, &id.to_string()),
@@ -321,7 +338,10 @@ where
         };
         let key = self.config.conflict_key.as_ref().and_then(|key| key(&request));
         let hold = match key {
-            Some(key) => Some(self.admit(&request, effect, id, key)?),
+            Some(key) => match self.admit(&request, effect, id, key) {
+                Ok(hold) => Some(hold),
+                Err(error) => return ResponseFuture::refused(error),
+            },
             None => None,
         };
         let lane = Arc::clone(self.lane.get_or_insert_with(|| {
@@ -338,13 +358,17 @@ where
         };
         let until = context.until().clone();
         let arguments = self.config.arguments.as_ref().and_then(|arguments| arguments(&request));
-        let account = Account::new(id, arguments, &self.shared, &self.config.clock);
-        let current = Attempted::prepare(&self.config, &mut request, until.deadline);
+        // A check may say how long the server keeps a key of the caller's own.
+        let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
+        let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
+        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at);
+        let account = Account::new(id, arguments, first_sent, &self.shared);
         let kept = if self.config.may_replay() { replica(&request) } else { None };
-        let parts = Parts {
+        let name = request.name();
+        let parts = move || Parts {
             lane,
             kept,
-            name: request.name(),
+            name,
             effect,
             basis,
             call,
@@ -356,17 +380,16 @@ where
             events,
             outermost,
         };
-        Ok(if self.shared.ledger.memory().is_some() {
-            ResponseFuture::write(parts, |_| self.inner.call(request))
-        } else {
-            // The service that is ready stays so until the ledger has answered.
-            let spare = self.inner.clone();
-            ResponseFuture::entering(parts, mem::replace(&mut self.inner, spare), request)
-        })
+        if self.shared.ledger.memory().is_some() {
+            return ResponseFuture::write(parts, |_| self.inner.call(request));
+        }
+        // The service that is ready stays so until the ledger has answered.
+        let spare = self.inner.clone();
+        ResponseFuture::entering(parts(), mem::replace(&mut self.inner, spare), request)
     }
 
     /// Whether a write with that conflict key may be handed over.
-    fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Hold, CallError> {
+    fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Box<Hold>, CallError> {
         let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
         let hold = self.shared.conflicts.enter(key.into(), id);
         let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
@@ -374,7 +397,7 @@ where
         if let Some(memory) = self.shared.ledger.memory().filter(|_| !off!(KeyInDoubt)) {
             memory.admit(hold.key()).map_err(refuse)?;
         }
-        Ok(hold)
+        Ok(Box::new(hold))
     }
 }
 
@@ -400,13 +423,15 @@ struct Attempted {
 impl Attempted {
     /// Gives the request what its attempt needs: by default half of the time left, where a doubt may be settled
     /// in the other half.
-    fn prepare<Req: Call, Res>(config: &Config<Req, Res>, request: &mut Req, deadline: Deadline) -> Self {
+    fn prepare<Req: Call, Res>(
+        config: &Config<Req, Res>,
+        request: &mut Req,
+        deadline: Deadline,
+        now: Instant,
+    ) -> Self {
         let until = match (config.attempt_timeout, config.may_settle(), deadline.instant()) {
-            (Some(timeout), _, _) => Instant::now().checked_add(timeout),
-            (None, true, Some(at)) => {
-                let now = Instant::now();
-                now.checked_add(at.saturating_duration_since(now) / 2)
-            }
+            (Some(timeout), _, _) => now.checked_add(timeout),
+            (None, true, Some(at)) => now.checked_add(at.saturating_duration_since(now) / 2),
             (None, _, _) => None,
         };
         Self::bounded(request, until.filter(|until| !deadline.is_past(*until)))

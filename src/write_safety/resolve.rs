@@ -203,7 +203,7 @@ where
             attempts: vec![attempt.clone()],
             closure: None,
             activity: Arc::default(),
-            first_sent: FirstSent { at: now, wall: entry.entered, clock },
+            first_sent: FirstSent { at: now, wall: Some(entry.entered), clock },
             since: now,
             not_before: None,
             stopped_at: Some(now),
