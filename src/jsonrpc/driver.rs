@@ -42,8 +42,10 @@ use crate::{
 const BATCH: usize = 16 << 10;
 /// How much is read at once.
 const READ: usize = 16 << 10;
-/// A buffer above this is let go when it is empty.
+/// A buffer above this is let go when it is empty and nothing lately was as large.
 const KEEP: usize = 1 << 20;
+/// Over how many fillings "lately" reaches back, at least.
+const LATELY: u32 = 64;
 /// How often the task reads and writes before it lets others run.
 const ROUNDS: usize = 16;
 /// How long a pipe is read on that nobody writes to any more.
@@ -75,6 +77,9 @@ pub(super) struct Driver {
     limits: Limits,
     lines: Lines,
     input: BytesMut,
+    /// How much of it was filled since it was empty.
+    filled: usize,
+    room: Room,
     out: Out,
     /// Frames of our own: answers, cancellations, probes.
     own: VecDeque<Own>,
@@ -120,6 +125,17 @@ struct Out {
     /// The calls in it that are not accepted to their last byte.
     marks: VecDeque<Mark>,
     unflushed: bool,
+    room: Room,
+}
+
+/// How large a buffer stays when it is empty: a message as large as the last ones should find it as it is, since
+/// growing it costs as much as reading into it.
+#[derive(Default)]
+struct Room {
+    /// The largest of the last [`LATELY`] fillings, and of those since.
+    before: usize,
+    largest: usize,
+    fillings: u32,
 }
 
 /// Where in the bytes a call's frame is.
@@ -163,6 +179,8 @@ impl Driver {
             lines: Lines::new(limits.line),
             limits,
             input: BytesMut::new(),
+            filled: 0,
+            room: Room::default(),
             out: Out::default(),
             own: VecDeque::new(),
             last_id: 0,
@@ -398,7 +416,7 @@ impl Driver {
 
     fn poll_read(&mut self, cx: &mut Context<'_>) -> bool {
         let Some(io) = self.io.as_mut() else { return false };
-        if self.input.is_empty() && self.input.capacity() > KEEP {
+        if self.input.is_empty() && !self.room.keeps(mem::take(&mut self.filled), self.input.capacity()) {
             self.input = BytesMut::new();
         }
         if self.input.capacity() - self.input.len() < READ / 4 {
@@ -414,6 +432,7 @@ impl Driver {
             }
         };
         let mut input = mem::take(&mut self.input);
+        self.filled = self.filled.max(input.len());
         if end.is_none() {
             self.heard += 1;
             self.silence.probing = None;
@@ -745,10 +764,25 @@ impl Out {
 
     fn reset(&mut self) {
         self.accepted = 0;
-        self.bytes.clear();
-        if self.bytes.capacity() > KEEP {
+        if !self.bytes.is_empty() && !self.room.keeps(self.bytes.len(), self.bytes.capacity()) {
             self.bytes = Vec::new();
         }
+        self.bytes.clear();
+    }
+}
+
+// ===== impl Room =====
+
+impl Room {
+    /// A buffer of that capacity is empty again, after it held so much.
+    fn keeps(&mut self, held: usize, capacity: usize) -> bool {
+        self.largest = self.largest.max(held);
+        self.fillings += 1;
+        if self.fillings >= LATELY {
+            (self.before, self.largest, self.fillings) = (self.largest, 0, 0);
+        }
+        // Buffers grow by doubling, and what is read may begin in the middle of one.
+        capacity <= KEEP || capacity / 4 <= self.before.max(self.largest)
     }
 }
 
@@ -837,5 +871,26 @@ impl Hasher for OwnIds {
 
     fn write_u64(&mut self, id: u64) {
         self.0 = (self.0 ^ id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_buffer_stays_as_long_as_large_messages_come_and_goes_soon_after() {
+        const LARGE: usize = 2 << 20;
+        let mut room = Room::default();
+        for _ in 0..1_000 {
+            assert!(room.keeps(LARGE, 2 * LARGE));
+        }
+        let stays = (0..1_000).take_while(|_| room.keeps(100, 2 * LARGE)).count();
+        assert!((LATELY as usize..2 * LATELY as usize).contains(&stays), "{stays}");
+        // Now and then is often enough; one that is much too large goes at once; a small one stays.
+        let mut room = Room::default();
+        assert!((0..10 * LATELY).all(|n| room.keeps(if n % LATELY == 0 { LARGE } else { 100 }, 2 * LARGE)));
+        assert!(!room.keeps(LARGE, 8 * LARGE));
+        assert!((0..1_000).all(|_| Room::default().keeps(0, KEEP)));
     }
 }
