@@ -10,8 +10,8 @@ use std::{
 };
 
 use goaround::{
-    Basis, BoxError, Call, CallError, Cause, Delivery, Effect, InDoubt, Outcome, Refusal, Scope, Stack,
-    Verdict, WriteSafetyLayer,
+    Basis, BoxError, Call, CallError, Cause, Deadline, Delivery, Effect, InDoubt, Outcome, Refusal, Scope,
+    Stack, Verdict, WriteSafetyLayer,
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
     write_safety::{KeyedWrites, ledger::EntryId},
@@ -937,6 +937,79 @@ async fn the_users_handler_serves_the_server_over_all_connections() {
     assert_eq!(*handler.asked.lock().unwrap(), ["ping", "ping"]);
     assert_eq!(lab.count("answered"), 2);
     client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_whose_handler_panics_is_answered_and_holds_up_no_deadline() {
+    struct Panics;
+    impl ClientHandler for Panics {
+        async fn create_elicitation(
+            &self,
+            _: ElicitRequestParams,
+            _: rmcp::service::RequestContext<RoleClient>,
+        ) -> Result<ElicitResult, rmcp::ErrorData> {
+            panic!("the user's handler panics, as this test wants")
+        }
+    }
+    let answers: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let seen = Arc::clone(&answers);
+    let connector = Connector::new(Panics, move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let seen = Arc::clone(&seen);
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            while let Ok(Some(line)) = lines.next_line().await {
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let reply = match message["method"].as_str() {
+                    Some("initialize") => json!({ "jsonrpc": "2.0", "id": message["id"], "result": {
+                        "protocolVersion": "2025-06-18", "capabilities": {},
+                        "serverInfo": { "name": "mem", "version": "1" },
+                    } }),
+                    // It asks the user, and never answers the call.
+                    Some("tools/call") => json!({
+                        "jsonrpc": "2.0", "id": "q1", "method": "elicitation/create",
+                        "params": { "message": "sure?", "requestedSchema": { "type": "object", "properties": {} } },
+                    }),
+                    Some(_) => continue,
+                    None => {
+                        seen.lock().unwrap().push(message);
+                        continue;
+                    }
+                };
+                write.write_all(format!("{reply}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    });
+    let client = Lab::new().stack(connector);
+    let write = Request::from(tool("w_ask")).pause_while_asking().within(Duration::from_secs(5));
+    let start = tokio::time::Instant::now();
+    let error = tokio::time::timeout(Duration::from_secs(3600), client.send(write)).await;
+    let error = error.expect("a panic is no user who takes his time").unwrap_err();
+    assert_eq!((error.outcome(), start.elapsed()), (Outcome::Unknown, Duration::from_secs(5)));
+    let answers = answers.lock().unwrap();
+    assert_eq!((answers.len(), &answers[0]["id"]), (1, &json!("q1")));
+    assert_eq!(answers[0]["error"]["code"], -32603);
+    assert!(!answers[0].to_string().contains("as this test wants"));
+}
+
+#[tokio::test]
+async fn a_call_that_is_withdrawn_while_the_sdk_has_yet_to_take_it_leaves_nothing_behind() {
+    let connection = tower::Service::call(&mut in_memory(&[]), ()).await.unwrap();
+    let soon = tokio::time::Instant::now() + Duration::from_millis(1);
+    let write = Request::from(tool("w_ok")).idle(PATIENCE).deadline(Deadline::At(soon));
+    let progress = write.context().progress().cloned().unwrap();
+    let mut call = tokio_test::task::spawn(tower::Service::call(&mut connection.clone(), write));
+    assert!(call.poll().is_pending());
+    // No other task runs meanwhile.
+    std::thread::sleep(Duration::from_millis(5));
+    let std::task::Poll::Ready(Err(error)) = call.poll() else { panic!("it is over") };
+    assert_eq!(error.delivery(), Delivery::NotSent);
+    drop((call, error));
+    // Both have gone through the SDK by then.
+    assert!(tower::Service::call(&mut connection.clone(), Request::ping()).await.is_ok());
+    assert_eq!(Arc::strong_count(&progress), 1);
 }
 
 #[test]

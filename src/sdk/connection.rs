@@ -218,7 +218,8 @@ impl Inner {
     pub(super) fn sending(&self, exchange: &Arc<Exchange>, id: i64, token: Option<ProgressToken>) {
         let mut state = self.lock();
         exchange.set_heard(state.heard);
-        if state.ended || exchange.is_given_up() {
+        // One that was withdrawn while it was queued at the SDK has left, and nobody would take it out again.
+        if exchange.is_given_up() || !state.calls.contains_key(&exchange.key) {
             return;
         }
         state.sent.insert(id, Arc::clone(exchange));
@@ -906,7 +907,7 @@ impl Waiting {
         if !at_deadline && until.is_none_or(|at| now < at) {
             return Poll::Pending;
         }
-        if exchange.frame.withdraw() {
+        if exchange.withdraw() {
             let error = if at_deadline {
                 // A request that waits for its turn here says nothing of the server.
                 if self.handle.0.kind != Kind::Http || exchange.is_begun() {
@@ -926,7 +927,7 @@ impl Waiting {
         let Self { handle, exchange, answer, .. } = self;
         let inner = &handle.0;
         exchange.give_up();
-        if exchange.frame.withdraw() {
+        if exchange.withdraw() {
             exchange.mark_withdrawn();
             inner.leave(&exchange, None);
             return;
