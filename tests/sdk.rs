@@ -1012,6 +1012,73 @@ async fn a_call_that_is_withdrawn_while_the_sdk_has_yet_to_take_it_leaves_nothin
     assert_eq!(Arc::strong_count(&progress), 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_list_of_tools_that_was_read_before_they_changed_is_not_trusted() {
+    // Lists after the first one are answered in the order in which the test says, with what it says.
+    let lists: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let (say, said) = tokio::sync::mpsc::unbounded_channel::<Value>();
+    let (asked, said) = (Arc::clone(&lists), Arc::new(tokio::sync::Mutex::new(said)));
+    let connector = Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (asked, said) = (Arc::clone(&asked), Arc::clone(&said));
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            let mut said = said.lock().await;
+            let mut first = true;
+            loop {
+                let answer = tokio::select! {
+                    line = lines.next_line() => {
+                        let Ok(Some(line)) = line else { return };
+                        let message: Value = serde_json::from_str(&line).unwrap();
+                        let id = &message["id"];
+                        match message["method"].as_str() {
+                            Some("initialize") => json!({ "jsonrpc": "2.0", "id": id, "result": {
+                                "protocolVersion": "2025-06-18", "capabilities": { "tools": {} },
+                                "serverInfo": { "name": "mem", "version": "1" },
+                            } }),
+                            Some("tools/list") if std::mem::take(&mut first) => listing(id, true),
+                            Some("tools/list") => { asked.lock().unwrap().push(id.clone()); continue }
+                            Some("tools/call") => json!({
+                                "jsonrpc": "2.0", "id": id, "error": { "code": 1, "message": "no" },
+                            }),
+                            _ => continue,
+                        }
+                    }
+                    Some(message) = said.recv() => message,
+                };
+                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    })
+    .tools(ToolRules::new().trust_annotations());
+    fn listing(id: &Value, reads: bool) -> Value {
+        json!({ "jsonrpc": "2.0", "id": id, "result": { "tools": [{
+            "name": "get", "inputSchema": { "type": "object" }, "annotations": { "readOnlyHint": reads },
+        }] } })
+    }
+    let client = Lab::new().stack(connector);
+    let taken_for = async || call(&client, "get").await.unwrap_err().effect();
+    assert_eq!(taken_for().await, Effect::Write, "nothing is known before the first connection");
+    assert_eq!(taken_for().await, Effect::ReadOnly);
+
+    let changed = json!({ "jsonrpc": "2.0", "method": "notifications/tools/list_changed" });
+    for lists_by_then in [1, 2] {
+        say.send(changed.clone()).unwrap();
+        until(|| lists.lock().unwrap().len() == lists_by_then).await;
+        assert_eq!(taken_for().await, Effect::Write);
+    }
+    // The second is answered first. What the other one says was true before the tools changed.
+    let ids = lists.lock().unwrap().clone();
+    for (id, reads) in [(&ids[1], false), (&ids[0], true)] {
+        say.send(listing(id, reads)).unwrap();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert_eq!(taken_for().await, Effect::Write);
+    }
+    client.shutdown(PATIENCE).await;
+}
+
 #[test]
 fn options_of_another_transport_are_a_wrong_configuration() {
     let wrong =

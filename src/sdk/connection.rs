@@ -41,7 +41,7 @@ use crate::{
     connection::{self, BoxFuture},
     event,
     jsonrpc::{Late, Process, ProcessFacts, Remembered},
-    mcp::Catalog,
+    mcp::Listed,
 };
 
 /// How many calls may be in flight at once.
@@ -111,9 +111,9 @@ pub(super) struct Inner {
     running: Mutex<Option<Box<dyn Running>>>,
     process: Option<ProcessFacts>,
     /// What the server says of its tools, where the caller trusts that.
-    catalog: Mutex<Option<Arc<Catalog>>>,
-    /// Whether it is the first one of its connector.
-    first: bool,
+    pub(super) tools: Arc<Listed>,
+    /// Its number among those of its connector, from 1.
+    pub(super) number: u64,
     /// Whether the list of tools is about to be read.
     is_listing: AtomicBool,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
@@ -157,7 +157,7 @@ impl Inner {
         memory: Arc<Memory>,
         probe_timeout: Duration,
         process: Option<Process>,
-        first: bool,
+        number: u64,
     ) -> (Arc<Self>, Option<BoxFuture<()>>) {
         let facts = process.as_ref().map(ProcessFacts::of);
         let exited = process.map(|process| process.exited);
@@ -173,8 +173,8 @@ impl Inner {
             about: OnceLock::new(),
             running: Mutex::new(None),
             process: facts,
-            catalog: Mutex::new(None),
-            first,
+            tools: Arc::default(),
+            number,
             is_listing: AtomicBool::new(false),
             has_handshake: AtomicBool::new(false),
         };
@@ -192,10 +192,6 @@ impl Inner {
 
     pub(super) fn stderr(&self) -> Vec<String> {
         self.process.as_ref().map_or_else(Vec::new, |process| (process.stderr)())
-    }
-
-    pub(super) fn set_catalog(&self, catalog: Arc<Catalog>) {
-        *lock(&self.catalog) = Some(catalog);
     }
 
     pub(super) fn peer(&self) -> Option<&Peer<RoleClient>> {
@@ -286,10 +282,7 @@ impl Inner {
                     }
                 }
                 ServerNotification::ToolListChangedNotification(_) if self.memory.wants_tools() => {
-                    // Until it is read anew nothing is trusted.
-                    let nothing = Arc::<Catalog>::default();
-                    self.memory.set_catalog(Arc::clone(&nothing));
-                    self.set_catalog(nothing);
+                    self.tools.changed();
                     if !self.is_listing.swap(true, Ordering::AcqRel) {
                         self.runtime.spawn(read_tools_soon(Arc::downgrade(self)));
                     }
@@ -464,8 +457,7 @@ impl Inner {
 
     /// Whether what the call was taken for still holds on this connection.
     fn upholds(&self, request: &Request) -> bool {
-        let catalog = lock(&self.catalog).clone();
-        let says = request.tool_name().and_then(|tool| catalog.as_ref()?.get(tool));
+        let says = request.tool_name().and_then(|tool| self.tools.catalog().get(tool));
         match effect_of(request) {
             Effect::Write => true,
             Effect::Idempotent => says.is_some_and(|says| says != Effect::Write),
@@ -474,7 +466,7 @@ impl Inner {
     }
 
     fn takes_cursor(&self, cursor: &str) -> bool {
-        self.first || self.is_modern() || self.lock().cursors.contains(cursor)
+        self.number == 1 || self.is_modern() || self.lock().cursors.contains(cursor)
     }
 
     pub(super) fn hands_out(&self, cursor: String) {

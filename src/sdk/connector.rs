@@ -246,8 +246,9 @@ impl Service<()> for Connector {
                 let (memory, probe_timeout) = (Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
                     let (pipes, process) = starting.await?;
-                    let first = memory.begin_session();
-                    let (inner, exited) = Inner::new(Kind::Pipe, memory, probe_timeout, Some(process), first);
+                    let number = memory.begin_session();
+                    let (inner, exited) =
+                        Inner::new(Kind::Pipe, memory, probe_timeout, Some(process), number);
                     let exited = exited.unwrap_or_else(|| Box::pin(std::future::pending()));
                     let pipe = Pipe::new(Arc::clone(&inner), pipes, exited);
                     Ok(Opened { transport: Box::new(pipe), inner, takes: true })
@@ -256,8 +257,8 @@ impl Service<()> for Connector {
             Source::Http(http) => {
                 let (http, memory, probe_timeout) = (http.clone(), Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
-                    let first = memory.begin_session();
-                    let (inner, _) = Inner::new(Kind::Http, memory, probe_timeout, None, first);
+                    let number = memory.begin_session();
+                    let (inner, _) = Inner::new(Kind::Http, memory, probe_timeout, None, number);
                     let transport = http::transport(&http, Arc::clone(&inner))?;
                     Ok(Opened { transport: erase(transport), inner, takes: true })
                 })
@@ -267,8 +268,8 @@ impl Service<()> for Connector {
                     (Arc::clone(open), Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
                     let transport = open.lock().unwrap_or_else(PoisonError::into_inner)()?;
-                    let first = memory.begin_session();
-                    let (inner, _) = Inner::new(Kind::Foreign, memory, probe_timeout, None, first);
+                    let number = memory.begin_session();
+                    let (inner, _) = Inner::new(Kind::Foreign, memory, probe_timeout, None, number);
                     Ok(Opened { transport, inner, takes: false })
                 })
             }
