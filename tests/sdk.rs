@@ -751,6 +751,30 @@ async fn a_whole_list_is_all_of_its_pages_in_their_order() {
     client.shutdown(PATIENCE).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_session_whose_server_hands_out_cursor_after_cursor_takes_the_last_ones() {
+    let pages = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let (connector, _) = answering_if(move |method, params| match method {
+        "tools/call" => None,
+        "prompts/list" => {
+            let page = pages.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let prompts = json!([{ "name": format!("p{page}") }]);
+            Some(match params.get("cursor") {
+                None => json!({ "prompts": prompts, "nextCursor": format!("after {page}") }),
+                Some(_) => json!({ "prompts": prompts }),
+            })
+        }
+        _ => Some(json!({})),
+    });
+    let client = Lab::new().stack(connector);
+    assert_eq!(client.list_all_prompts().await.unwrap().len(), 2);
+    call(&client, "w_die").await.unwrap_err();
+    for _ in 0..1_100 {
+        assert_eq!(client.list_all_prompts().await.unwrap().len(), 2);
+    }
+    assert_eq!(client.generation(), Some(2));
+}
+
 #[tokio::test]
 async fn a_list_that_names_its_own_page_as_the_next_does_not_go_on_for_ever() {
     let (connector, asked) = answering(|_, _| json!({ "prompts": [], "nextCursor": "again" }));

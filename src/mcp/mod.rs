@@ -69,6 +69,7 @@ use tower::Service;
 pub(crate) use self::{
     catalog::{Catalog, Listed},
     rules::Params,
+    session::Cursors,
 };
 pub use self::{
     connection::{Connection, ResponseFuture},

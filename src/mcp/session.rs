@@ -107,7 +107,7 @@ pub(super) struct Session {
 
 /// The cursors that a session has handed out, as hashes; the oldest are forgotten.
 #[derive(Default)]
-struct Cursors {
+pub(crate) struct Cursors {
     hasher: RandomState,
     known: HashSet<u64>,
     order: VecDeque<u64>,
@@ -516,11 +516,11 @@ async fn follow(
 }
 
 impl Cursors {
-    fn knows(&self, cursor: &str) -> bool {
+    pub(crate) fn knows(&self, cursor: &str) -> bool {
         self.known.contains(&self.hasher.hash_one(cursor))
     }
 
-    fn insert(&mut self, cursor: &str) {
+    pub(crate) fn insert(&mut self, cursor: &str) {
         let hash = self.hasher.hash_one(cursor);
         if self.known.insert(hash) {
             self.order.push_back(hash);

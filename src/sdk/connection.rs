@@ -41,7 +41,7 @@ use crate::{
     connection::{self, BoxFuture},
     event,
     jsonrpc::{Late, Process, ProcessFacts, Remembered},
-    mcp::Listed,
+    mcp::{Cursors, Listed},
 };
 
 /// How many calls may be in flight at once.
@@ -50,8 +50,6 @@ const MAX_IN_FLIGHT: usize = 65_536;
 pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
 /// How many questions of the server hold up calls at once.
 const MAX_QUESTIONS: usize = 1024;
-/// How many cursors of a session are remembered.
-const MAX_CURSORS: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a process whose handshake it ended by its own end is waited for.
@@ -144,7 +142,7 @@ struct State {
     questions: HashSet<RequestId>,
     pauses: HashMap<u64, Pause>,
     /// The cursors that this session has handed out.
-    cursors: HashSet<String>,
+    cursors: Cursors,
     /// What the last calls were lost by that were lost together, and the last one that was in flight then.
     loss: Option<(u64, Closure)>,
 }
@@ -466,15 +464,11 @@ impl Inner {
     }
 
     fn takes_cursor(&self, cursor: &str) -> bool {
-        self.number == 1 || self.is_modern() || self.lock().cursors.contains(cursor)
+        self.number == 1 || self.is_modern() || self.lock().cursors.knows(cursor)
     }
 
-    pub(super) fn hands_out(&self, cursor: String) {
-        // Whoever walks through more pages than that at once has its list refused after a reconnect.
-        let mut state = self.lock();
-        if state.cursors.len() < MAX_CURSORS {
-            state.cursors.insert(cursor);
-        }
+    pub(super) fn hands_out(&self, cursor: &str) {
+        self.lock().cursors.insert(cursor);
     }
 
     // ----- silence

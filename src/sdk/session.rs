@@ -129,7 +129,7 @@ impl Lesson {
             }
             (_, Ok(result)) => {
                 if let Some(cursor) = next_cursor(result) {
-                    inner.hands_out(cursor);
+                    inner.hands_out(&cursor);
                 }
             }
             _ => {}
