@@ -1103,6 +1103,98 @@ async fn a_list_of_tools_that_was_read_before_they_changed_is_not_trusted() {
     client.shutdown(PATIENCE).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn nothing_is_sent_to_a_server_that_has_failed_the_probe_while_others_still_wait_for_it() {
+    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+    let seen = Arc::clone(&asked);
+    let silent = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (is_silent, tell) = (Arc::clone(&silent), Arc::new(tokio::sync::Notify::new()));
+    let told = Arc::clone(&tell);
+    let connector = Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (seen, is_silent, told) = (Arc::clone(&seen), Arc::clone(&is_silent), Arc::clone(&told));
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            loop {
+                let line = tokio::select! {
+                    line = lines.next_line() => line,
+                    () = told.notified() => {
+                        let word = json!({
+                            "jsonrpc": "2.0", "method": "notifications/message",
+                            "params": { "level": "info", "data": "awake" },
+                        });
+                        write.write_all(format!("{word}\n").as_bytes()).await.unwrap();
+                        continue;
+                    }
+                };
+                let Ok(Some(line)) = line else { return };
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let name = message["params"]["name"].as_str().unwrap_or_default();
+                seen.lock().unwrap().push(name.to_owned());
+                if is_silent.load(std::sync::atomic::Ordering::Relaxed) || message.get("id").is_none() {
+                    continue;
+                }
+                let result = match message["method"].as_str() {
+                    Some("initialize") => json!({
+                        "protocolVersion": "2025-06-18", "capabilities": {},
+                        "serverInfo": { "name": "mem", "version": "1" },
+                    }),
+                    _ => json!({ "content": [] }),
+                };
+                let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    });
+    let second = Duration::from_secs(1);
+    let client = Arc::new(Lab::new().stack(connector));
+    client.call_tool(tool("w_ok")).await.unwrap();
+    silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    let patient = Request::from(tool("w_long")).within(600 * second);
+    let patient = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(patient).await }
+    });
+    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    assert_eq!(expired.outcome(), Outcome::Unknown);
+    // The question whether it is there has 5 seconds.
+    tokio::time::sleep(10 * second).await;
+    let late = client.send(Request::from(tool("w_late")).within(2 * second)).await.unwrap_err();
+    assert_eq!((late.outcome(), late.delivery()), (Outcome::NotDone, Delivery::NotSent), "{late:?}");
+    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_late"));
+
+    // It is heard again: what waited is sent.
+    let waits = Request::from(tool("w_waits")).within(60 * second);
+    let waits = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(waits).await }
+    });
+    tokio::time::sleep(second).await;
+    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_waits"));
+    silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    tell.notify_one();
+    assert!(waits.await.unwrap().is_ok());
+
+    // It falls silent once more, for good: what waited for it goes to the next connection.
+    silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    assert_eq!(expired.outcome(), Outcome::Unknown);
+    tokio::time::sleep(10 * second).await;
+    let moves = Request::from(tool("w_moves")).within(3600 * second);
+    let moves = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(moves).await }
+    });
+    tokio::time::sleep(second).await;
+    silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(patient.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+    assert!(moves.await.unwrap().is_ok());
+    assert_eq!(client.generation(), Some(2));
+    assert_eq!(asked.lock().unwrap().iter().filter(|name| **name == "w_moves").count(), 1);
+}
+
 #[test]
 fn options_of_another_transport_are_a_wrong_configuration() {
     let wrong =

@@ -132,6 +132,8 @@ struct State {
     heard: u64,
     /// Whether a probe is under way, or has failed.
     suspected: bool,
+    /// It has failed, and calls that still have time put off the end.
+    doomed: bool,
     /// No call is taken any more.
     closure: Option<Closure>,
     /// Since the session is gone at the server.
@@ -240,6 +242,7 @@ impl Inner {
         let suspected = {
             let mut state = self.lock();
             state.heard += 1;
+            state.doomed = false;
             state.suspected
         };
         if suspected {
@@ -512,6 +515,24 @@ impl Inner {
         Some((name, Box::pin(asking)))
     }
 
+    /// Waits while the server counts as gone: what is sent to it would be in doubt for nothing. Over HTTP each request
+    /// goes its own way, and may be the one that is answered.
+    async fn may_send(&self) {
+        while self.is_doomed() {
+            let stirred = self.stirred.notified();
+            tokio::pin!(stirred);
+            // Registered before it is looked at what happened.
+            stirred.as_mut().enable();
+            if self.is_doomed() {
+                stirred.await;
+            }
+        }
+    }
+
+    fn is_doomed(&self) -> bool {
+        self.kind != Kind::Http && self.lock().doomed
+    }
+
     /// Until when calls in flight put off the end of a silent connection; `None` if none does.
     fn last_deadline(&self, now: Instant, patience: Instant, doomed: &HashSet<u64>) -> Option<Instant> {
         let state = self.lock();
@@ -564,6 +585,7 @@ async fn judge_silence(connection: Weak<Inner>) {
                 state.suspected = false;
                 return;
             }
+            state.doomed = true;
             doomed.get_or_insert_with(|| state.calls.keys().copied().collect());
         }
         let calls = doomed.as_ref().map(|doomed| inner.last_deadline(Instant::now(), patience, doomed));
@@ -688,8 +710,11 @@ impl Connection {
             return ResponseFuture(Phase::Failed(exchange.not_sent(&closure)));
         };
         let ticketed = exchange.ticketed();
-        let sending =
-            async move { peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await };
+        let inner = Arc::clone(inner);
+        let sending = async move {
+            inner.may_send().await;
+            peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await
+        };
         ResponseFuture(Phase::Waiting(Box::new(Waiting {
             handle: Arc::clone(&self.0),
             exchange,
