@@ -1547,6 +1547,17 @@ async fn a_wait_for_what_is_in_progress_that_outlasts_the_deadline_is_not_begun(
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_write_in_progress_for_longer_than_can_be_counted_is_not_replayed_at_once() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2));
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .honoured_for(Duration::MAX)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::InFlight { recheck_after: Duration::MAX }));
+    let error = service(&lab, Safety::refuse().keyed(keyed)).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.log.timed().len()), (Outcome::Unknown, 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_write_in_progress_is_given_its_time_before_its_replay_by_key() {
     let lab = Lab::new();
     lab.write(answer(1)).write(answer(2));

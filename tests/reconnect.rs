@@ -1267,6 +1267,26 @@ async fn a_wrong_value_refuses_each_call_naming_it_until_it_is_put_right() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_cool_down_or_a_backoff_without_an_end_is_not_none() {
+    let (client, mut connects) = client(ReconnectLayer::once().crash_loop(2, Duration::MAX));
+    for _ in 0..2 {
+        barren(&client, &mut connects);
+    }
+    let error = assert_ready_err!(call(&mut client.clone(), read()).poll());
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::CrashLoop(_))), "{error:?}");
+    assert!(connects.has_next().is_none());
+
+    let schedule = ConstantBuilder::new().with_delay(Duration::MAX);
+    let (client, mut connects) = self::client(ReconnectLayer::once().backoff(schedule));
+    let mut calling = start(&mut client.clone(), read());
+    connects.refuse();
+    connect_error(&assert_ready_err!(calling.poll()));
+    let error = assert_ready_err!(call(&mut client.clone(), read().within(3600 * SECOND)).poll());
+    assert_eq!(error.delivery(), Delivery::NotSent, "{error:?}");
+    assert!(connects.has_next().is_none());
+}
+
+#[tokio::test(start_paused = true)]
 async fn enormous_times_are_no_trouble() {
     let layer = ReconnectLayer::once()
         .connect_timeout(Duration::MAX)

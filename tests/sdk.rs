@@ -10,8 +10,8 @@ use std::{
 };
 
 use goaround::{
-    Basis, BoxError, Call, CallError, Cause, Delivery, Effect, InDoubt, Outcome, Refusal, Scope, Stack,
-    Verdict, WriteSafetyLayer,
+    Basis, BoxError, Call, CallError, Cause, Deadline, Delivery, Effect, InDoubt, Outcome, Refusal, Scope,
+    Stack, Verdict, WriteSafetyLayer,
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
     write_safety::{KeyedWrites, ledger::EntryId},
@@ -751,6 +751,30 @@ async fn a_whole_list_is_all_of_its_pages_in_their_order() {
     client.shutdown(PATIENCE).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_session_whose_server_hands_out_cursor_after_cursor_takes_the_last_ones() {
+    let pages = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let (connector, _) = answering_if(move |method, params| match method {
+        "tools/call" => None,
+        "prompts/list" => {
+            let page = pages.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let prompts = json!([{ "name": format!("p{page}") }]);
+            Some(match params.get("cursor") {
+                None => json!({ "prompts": prompts, "nextCursor": format!("after {page}") }),
+                Some(_) => json!({ "prompts": prompts }),
+            })
+        }
+        _ => Some(json!({})),
+    });
+    let client = Lab::new().stack(connector);
+    assert_eq!(client.list_all_prompts().await.unwrap().len(), 2);
+    call(&client, "w_die").await.unwrap_err();
+    for _ in 0..1_100 {
+        assert_eq!(client.list_all_prompts().await.unwrap().len(), 2);
+    }
+    assert_eq!(client.generation(), Some(2));
+}
+
 #[tokio::test]
 async fn a_list_that_names_its_own_page_as_the_next_does_not_go_on_for_ever() {
     let (connector, asked) = answering(|_, _| json!({ "prompts": [], "nextCursor": "again" }));
@@ -937,6 +961,238 @@ async fn the_users_handler_serves_the_server_over_all_connections() {
     assert_eq!(*handler.asked.lock().unwrap(), ["ping", "ping"]);
     assert_eq!(lab.count("answered"), 2);
     client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_whose_handler_panics_is_answered_and_holds_up_no_deadline() {
+    struct Panics;
+    impl ClientHandler for Panics {
+        async fn create_elicitation(
+            &self,
+            _: ElicitRequestParams,
+            _: rmcp::service::RequestContext<RoleClient>,
+        ) -> Result<ElicitResult, rmcp::ErrorData> {
+            panic!("the user's handler panics, as this test wants")
+        }
+    }
+    let answers: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let seen = Arc::clone(&answers);
+    let connector = Connector::new(Panics, move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let seen = Arc::clone(&seen);
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            while let Ok(Some(line)) = lines.next_line().await {
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let reply = match message["method"].as_str() {
+                    Some("initialize") => json!({ "jsonrpc": "2.0", "id": message["id"], "result": {
+                        "protocolVersion": "2025-06-18", "capabilities": {},
+                        "serverInfo": { "name": "mem", "version": "1" },
+                    } }),
+                    // It asks the user, and never answers the call.
+                    Some("tools/call") => json!({
+                        "jsonrpc": "2.0", "id": "q1", "method": "elicitation/create",
+                        "params": { "message": "sure?", "requestedSchema": { "type": "object", "properties": {} } },
+                    }),
+                    Some(_) => continue,
+                    None => {
+                        seen.lock().unwrap().push(message);
+                        continue;
+                    }
+                };
+                write.write_all(format!("{reply}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    });
+    let client = Lab::new().stack(connector);
+    let write = Request::from(tool("w_ask")).pause_while_asking().within(Duration::from_secs(5));
+    let start = tokio::time::Instant::now();
+    let error = tokio::time::timeout(Duration::from_secs(3600), client.send(write)).await;
+    let error = error.expect("a panic is no user who takes his time").unwrap_err();
+    assert_eq!((error.outcome(), start.elapsed()), (Outcome::Unknown, Duration::from_secs(5)));
+    let answers = answers.lock().unwrap();
+    assert_eq!((answers.len(), &answers[0]["id"]), (1, &json!("q1")));
+    assert_eq!(answers[0]["error"]["code"], -32603);
+    assert!(!answers[0].to_string().contains("as this test wants"));
+}
+
+#[tokio::test]
+async fn a_call_that_is_withdrawn_while_the_sdk_has_yet_to_take_it_leaves_nothing_behind() {
+    let connection = tower::Service::call(&mut in_memory(&[]), ()).await.unwrap();
+    let soon = tokio::time::Instant::now() + Duration::from_millis(1);
+    let write = Request::from(tool("w_ok")).idle(PATIENCE).deadline(Deadline::At(soon));
+    let progress = write.context().progress().cloned().unwrap();
+    let mut call = tokio_test::task::spawn(tower::Service::call(&mut connection.clone(), write));
+    assert!(call.poll().is_pending());
+    // No other task runs meanwhile.
+    std::thread::sleep(Duration::from_millis(5));
+    let std::task::Poll::Ready(Err(error)) = call.poll() else { panic!("it is over") };
+    assert_eq!(error.delivery(), Delivery::NotSent);
+    drop((call, error));
+    // Both have gone through the SDK by then.
+    assert!(tower::Service::call(&mut connection.clone(), Request::ping()).await.is_ok());
+    assert_eq!(Arc::strong_count(&progress), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_of_tools_that_was_read_before_they_changed_is_not_trusted() {
+    // Lists after the first one are answered in the order in which the test says, with what it says.
+    let lists: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let (say, said) = tokio::sync::mpsc::unbounded_channel::<Value>();
+    let (asked, said) = (Arc::clone(&lists), Arc::new(tokio::sync::Mutex::new(said)));
+    let connector = Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (asked, said) = (Arc::clone(&asked), Arc::clone(&said));
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            let mut said = said.lock().await;
+            let mut first = true;
+            loop {
+                let answer = tokio::select! {
+                    line = lines.next_line() => {
+                        let Ok(Some(line)) = line else { return };
+                        let message: Value = serde_json::from_str(&line).unwrap();
+                        let id = &message["id"];
+                        match message["method"].as_str() {
+                            Some("initialize") => json!({ "jsonrpc": "2.0", "id": id, "result": {
+                                "protocolVersion": "2025-06-18", "capabilities": { "tools": {} },
+                                "serverInfo": { "name": "mem", "version": "1" },
+                            } }),
+                            Some("tools/list") if std::mem::take(&mut first) => listing(id, true),
+                            Some("tools/list") => { asked.lock().unwrap().push(id.clone()); continue }
+                            Some("tools/call") => json!({
+                                "jsonrpc": "2.0", "id": id, "error": { "code": 1, "message": "no" },
+                            }),
+                            _ => continue,
+                        }
+                    }
+                    Some(message) = said.recv() => message,
+                };
+                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    })
+    .tools(ToolRules::new().trust_annotations());
+    fn listing(id: &Value, reads: bool) -> Value {
+        json!({ "jsonrpc": "2.0", "id": id, "result": { "tools": [{
+            "name": "get", "inputSchema": { "type": "object" }, "annotations": { "readOnlyHint": reads },
+        }] } })
+    }
+    let client = Lab::new().stack(connector);
+    let taken_for = async || call(&client, "get").await.unwrap_err().effect();
+    assert_eq!(taken_for().await, Effect::Write, "nothing is known before the first connection");
+    assert_eq!(taken_for().await, Effect::ReadOnly);
+
+    let changed = json!({ "jsonrpc": "2.0", "method": "notifications/tools/list_changed" });
+    for lists_by_then in [1, 2] {
+        say.send(changed.clone()).unwrap();
+        until(|| lists.lock().unwrap().len() == lists_by_then).await;
+        assert_eq!(taken_for().await, Effect::Write);
+    }
+    // The second is answered first. What the other one says was true before the tools changed.
+    let ids = lists.lock().unwrap().clone();
+    for (id, reads) in [(&ids[1], false), (&ids[0], true)] {
+        say.send(listing(id, reads)).unwrap();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert_eq!(taken_for().await, Effect::Write);
+    }
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_sent_to_a_server_that_has_failed_the_probe_while_others_still_wait_for_it() {
+    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+    let seen = Arc::clone(&asked);
+    let silent = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (is_silent, tell) = (Arc::clone(&silent), Arc::new(tokio::sync::Notify::new()));
+    let told = Arc::clone(&tell);
+    let connector = Connector::new((), move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (seen, is_silent, told) = (Arc::clone(&seen), Arc::clone(&is_silent), Arc::clone(&told));
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            loop {
+                let line = tokio::select! {
+                    line = lines.next_line() => line,
+                    () = told.notified() => {
+                        let word = json!({
+                            "jsonrpc": "2.0", "method": "notifications/message",
+                            "params": { "level": "info", "data": "awake" },
+                        });
+                        write.write_all(format!("{word}\n").as_bytes()).await.unwrap();
+                        continue;
+                    }
+                };
+                let Ok(Some(line)) = line else { return };
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let name = message["params"]["name"].as_str().unwrap_or_default();
+                seen.lock().unwrap().push(name.to_owned());
+                if is_silent.load(std::sync::atomic::Ordering::Relaxed) || message.get("id").is_none() {
+                    continue;
+                }
+                let result = match message["method"].as_str() {
+                    Some("initialize") => json!({
+                        "protocolVersion": "2025-06-18", "capabilities": {},
+                        "serverInfo": { "name": "mem", "version": "1" },
+                    }),
+                    _ => json!({ "content": [] }),
+                };
+                let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    });
+    let second = Duration::from_secs(1);
+    let client = Arc::new(Lab::new().stack(connector));
+    client.call_tool(tool("w_ok")).await.unwrap();
+    silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    let patient = Request::from(tool("w_long")).within(600 * second);
+    let patient = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(patient).await }
+    });
+    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    assert_eq!(expired.outcome(), Outcome::Unknown);
+    // The question whether it is there has 5 seconds.
+    tokio::time::sleep(10 * second).await;
+    let late = client.send(Request::from(tool("w_late")).within(2 * second)).await.unwrap_err();
+    assert_eq!((late.outcome(), late.delivery()), (Outcome::NotDone, Delivery::NotSent), "{late:?}");
+    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_late"));
+
+    // It is heard again: what waited is sent.
+    let waits = Request::from(tool("w_waits")).within(60 * second);
+    let waits = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(waits).await }
+    });
+    tokio::time::sleep(second).await;
+    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_waits"));
+    silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    tell.notify_one();
+    assert!(waits.await.unwrap().is_ok());
+
+    // It falls silent once more, for good: what waited for it goes to the next connection.
+    silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    assert_eq!(expired.outcome(), Outcome::Unknown);
+    tokio::time::sleep(10 * second).await;
+    let moves = Request::from(tool("w_moves")).within(3600 * second);
+    let moves = tokio::spawn({
+        let client = Arc::clone(&client);
+        async move { client.send(moves).await }
+    });
+    tokio::time::sleep(second).await;
+    silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(patient.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+    assert!(moves.await.unwrap().is_ok());
+    assert_eq!(client.generation(), Some(2));
+    assert_eq!(asked.lock().unwrap().iter().filter(|name| **name == "w_moves").count(), 1);
 }
 
 #[test]

@@ -73,7 +73,10 @@ mod future;
 mod layer;
 mod progress;
 
-use std::task::{Context, Poll};
+use std::{
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 use tower::Service;
@@ -89,6 +92,13 @@ use crate::{
     call::{CallContext, CallIds, effect_of},
     event::{self, Events, Report},
 };
+
+/// The instant that much later. One that the clock cannot count is far away, and not at once.
+pub(crate) fn later(now: Instant, wait: Duration) -> Instant {
+    /// Thirty years: what tokio's own timers take for never.
+    const FAR: Duration = Duration::from_secs(30 * 365 * 24 * 60 * 60);
+    now.checked_add(wait).unwrap_or_else(|| now + FAR)
+}
 
 /// Puts a deadline on every call; see the [module](self).
 #[derive(Clone, Debug)]

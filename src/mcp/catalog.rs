@@ -1,6 +1,10 @@
 //! What the server says of its tools: the annotations of `tools/list`, all pages of it.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
@@ -26,6 +30,48 @@ const LIST: Duration = Duration::from_secs(20);
 #[derive(Debug, Default)]
 pub(crate) struct Catalog {
     effects: HashMap<Box<str>, Option<Effect>>,
+}
+
+/// What the server of one connection says of its tools: nothing from when it says that they have changed until they
+/// are listed anew.
+#[derive(Debug, Default)]
+pub(crate) struct Listed(Mutex<List>);
+
+#[derive(Debug, Default)]
+struct List {
+    /// How often they have changed.
+    changes: u64,
+    catalog: Arc<Catalog>,
+}
+
+impl Listed {
+    pub(crate) fn catalog(&self) -> Arc<Catalog> {
+        Arc::clone(&self.lock().catalog)
+    }
+
+    /// The server says that they have changed.
+    pub(crate) fn changed(&self) {
+        let mut list = self.lock();
+        list.changes += 1;
+        list.catalog = Arc::default();
+    }
+
+    /// A list of them is about to be read. What it finds is [`read`](Self::read) as of now.
+    pub(crate) fn as_of(&self) -> u64 {
+        self.lock().changes
+    }
+
+    /// A list that was read from then on. If they have changed meanwhile it may be of before that.
+    pub(crate) fn read(&self, as_of: u64, catalog: Catalog) {
+        let mut list = self.lock();
+        if list.changes == as_of {
+            list.catalog = Arc::new(catalog);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Why the list of tools could not be read.

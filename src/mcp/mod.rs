@@ -66,7 +66,11 @@ use tokio::process::Command;
 use tower::Service;
 
 #[cfg(feature = "rmcp")]
-pub(crate) use self::{catalog::Catalog, rules::Params};
+pub(crate) use self::{
+    catalog::{Catalog, Listed},
+    rules::Params,
+    session::Cursors,
+};
 pub use self::{
     connection::{Connection, ResponseFuture},
     handshake::HandshakeError,

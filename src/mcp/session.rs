@@ -20,7 +20,7 @@ use tokio::{
 
 use super::{
     ProtocolVersion, Stats,
-    catalog::Catalog,
+    catalog::{Catalog, Listed},
     envelope::Envelope,
     handshake::{Agreed, HandshakeError, discover_request},
     rules::{strength, tool_of},
@@ -62,8 +62,8 @@ const LEVELS: [&str; 8] = ["debug", "info", "notice", "warning", "error", "criti
 #[derive(Default)]
 pub(super) struct Memory {
     state: Mutex<Remembered>,
-    /// What the server last said of its tools, for the classifier.
-    catalog: RwLock<Arc<Catalog>>,
+    /// What the server says of its tools on the last connection that has listed them, for the classifier.
+    tools: RwLock<Arc<Listed>>,
     pub(super) stats: Stats,
 }
 
@@ -96,8 +96,6 @@ pub(super) struct Session {
     pub(super) wires: Arc<Wires>,
     /// What each request carries; `None` in the older era.
     envelope: Option<RwLock<Arc<Envelope>>>,
-    /// What the server says of its tools on this connection.
-    catalog: RwLock<Arc<Catalog>>,
     /// One list at a time is read, so that the later one counts.
     listing: tokio::sync::Mutex<()>,
     cursors: Mutex<Cursors>,
@@ -109,7 +107,7 @@ pub(super) struct Session {
 
 /// The cursors that a session has handed out, as hashes; the oldest are forgotten.
 #[derive(Default)]
-struct Cursors {
+pub(crate) struct Cursors {
     hasher: RandomState,
     known: HashSet<u64>,
     order: VecDeque<u64>,
@@ -128,7 +126,7 @@ impl Memory {
     }
 
     pub(super) fn catalog(&self) -> Arc<Catalog> {
-        self.catalog.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.tools.read().unwrap_or_else(PoisonError::into_inner).catalog()
     }
 
     pub(super) fn level_set(&self, level: &str) {
@@ -207,7 +205,6 @@ impl Session {
             memory,
             wires,
             envelope,
-            catalog: RwLock::default(),
             listing: tokio::sync::Mutex::default(),
             cursors: Mutex::default(),
             restored: Mutex::default(),
@@ -223,6 +220,12 @@ impl Session {
             let says_so = capabilities.pointer("/tools/listChanged") == Some(&json!(true));
             session.follow_tools(client, says_so);
             session.list_tools(client).await;
+            // A connection that is about to be replaced must not overrule the one that replaced it.
+            let state = session.memory.lock();
+            if state.sessions == number {
+                let mut tools = session.memory.tools.write().unwrap_or_else(PoisonError::into_inner);
+                *tools = Arc::clone(&session.wires.tools);
+            }
         }
         session.forget_orphans_later();
         if let Some(closure) = client.closure() {
@@ -267,7 +270,7 @@ impl Session {
     /// Whether a call that was stamped by a trusted annotation still may do no more than that on this
     /// connection.
     pub(super) fn upholds(&self, request: &Request) -> bool {
-        let catalog = self.catalog.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let catalog = self.wires.tools.catalog();
         let now = tool_of(request).and_then(|tool| catalog.get(&tool)).unwrap_or(crate::Effect::Write);
         strength(now) <= strength(effect_of(request))
     }
@@ -417,6 +420,7 @@ impl Session {
 
     async fn list_tools(&self, client: &Client) {
         let _listing = self.listing.lock().await;
+        let as_of = self.wires.tools.as_of();
         let catalog = match Catalog::read(client, |request| self.dress(request).0).await {
             Ok(catalog) => catalog,
             Err(error) => {
@@ -427,13 +431,7 @@ impl Session {
                 Catalog::default()
             }
         };
-        let catalog = Arc::new(catalog);
-        *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog.clone();
-        // A connection that is about to be replaced must not overrule the one that replaced it.
-        let state = self.memory.lock();
-        if state.sessions == self.number {
-            *self.memory.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog;
-        }
+        self.wires.tools.read(as_of, catalog);
     }
 
     /// Lists the tools again whenever the server says that they have changed, whether or not it `says_so`
@@ -518,11 +516,11 @@ async fn follow(
 }
 
 impl Cursors {
-    fn knows(&self, cursor: &str) -> bool {
+    pub(crate) fn knows(&self, cursor: &str) -> bool {
         self.known.contains(&self.hasher.hash_one(cursor))
     }
 
-    fn insert(&mut self, cursor: &str) {
+    pub(crate) fn insert(&mut self, cursor: &str) {
         let hash = self.hasher.hash_one(cursor);
         if self.known.insert(hash) {
             self.order.push_back(hash);
@@ -636,6 +634,7 @@ pub(super) struct Wires {
     /// The ids of streams that were acknowledged; the oldest are forgotten.
     acknowledged: Mutex<VecDeque<u64>>,
     heard: Notify,
+    tools: Arc<Listed>,
     tools_changed: Notify,
     pub(super) calls: Arc<Calls>,
 }
@@ -689,7 +688,10 @@ impl Handler for Inbox {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
             "notifications/progress" => self.wires.calls.progress(&notification),
             "notifications/cancelled" => self.wires.calls.taken_back(&notification),
-            "notifications/tools/list_changed" => self.wires.tools_changed.notify_one(),
+            "notifications/tools/list_changed" => {
+                self.wires.tools.changed();
+                self.wires.tools_changed.notify_one();
+            }
             _ => {}
         }
         if !self.settings.handler.notification(notification) {

@@ -950,6 +950,31 @@ async fn annotations_are_read_from_all_pages_and_again_when_the_tools_change() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn from_the_servers_word_that_its_tools_have_changed_none_is_trusted_until_they_are_listed_anew() {
+    for version in ProtocolVersion::ALL {
+        let mut lab = Lab::trusting();
+        let (connection, mut server) = pair_with_tools(&mut lab, version, vec![vec![reads("get")]]).await;
+        let taken = lab.stamped(tool("get"));
+        assert_eq!(lab.classify(&taken), READ);
+        server.tools_changed().await;
+        let first = server.asked("tools/list").await;
+        assert_eq!(lab.classify(&tool("get")), None);
+        // A call that was taken for a read before that is not sent as one.
+        let error = connection.request(taken).await.unwrap_err();
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+
+        // What was read before they changed once more counts no more either.
+        server.tools_changed().await;
+        server.answer(&first, json!({ "tools": [reads("get")] })).await;
+        let second = server.asked("tools/list").await;
+        assert_eq!(lab.classify(&tool("get")), None);
+        server.answer(&second, json!({ "tools": [reads("list")] })).await;
+        server.is_quiet().await;
+        assert_eq!((lab.classify(&tool("get")), lab.classify(&tool("list"))), (None, READ));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_call_whose_trusted_effect_no_longer_holds_is_refused_on_the_new_connection() {
     for version in ProtocolVersion::ALL {
         let mut lab = Lab::trusting();

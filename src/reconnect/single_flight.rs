@@ -36,6 +36,7 @@ use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
     census::{AnySeat, Census, Seat, holding},
     connection::{BoxFuture, Connection, Reaper, known},
+    deadline::later,
     delivery::ConnectError,
     event::{Event, Events, Incident},
     retry::backoff::Waits,
@@ -372,8 +373,7 @@ where
                 // A schedule that has ended goes on with its last delay.
                 let delay = delay.or(state.last_delay).unwrap_or_default();
                 state.last_delay = Some(delay);
-                let at = Instant::now();
-                state.not_before = at.checked_add(delay).map(|at| (at, Arc::clone(&error)));
+                state.not_before = Some((later(Instant::now(), delay), Arc::clone(&error)));
                 incident = state.incident(None, overlapped);
                 let _ = ticket.failure.set(error);
             }
@@ -416,7 +416,7 @@ where
             state.evidence.push_back(error.cause().to_string());
         }
         if state.barren >= self.config.crash_limit {
-            state.cool_until = now.checked_add(self.config.cool_down);
+            state.cool_until = Some(later(now, self.config.cool_down));
         }
         state.lost = Some(Lost {
             at: now,

@@ -41,7 +41,7 @@ use crate::{
     connection::{self, BoxFuture},
     event,
     jsonrpc::{Late, Process, ProcessFacts, Remembered},
-    mcp::Catalog,
+    mcp::{Cursors, Listed},
 };
 
 /// How many calls may be in flight at once.
@@ -50,8 +50,6 @@ const MAX_IN_FLIGHT: usize = 65_536;
 pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
 /// How many questions of the server hold up calls at once.
 const MAX_QUESTIONS: usize = 1024;
-/// How many cursors of a session are remembered.
-const MAX_CURSORS: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a process whose handshake it ended by its own end is waited for.
@@ -111,9 +109,9 @@ pub(super) struct Inner {
     running: Mutex<Option<Box<dyn Running>>>,
     process: Option<ProcessFacts>,
     /// What the server says of its tools, where the caller trusts that.
-    catalog: Mutex<Option<Arc<Catalog>>>,
-    /// Whether it is the first one of its connector.
-    first: bool,
+    pub(super) tools: Arc<Listed>,
+    /// Its number among those of its connector, from 1.
+    pub(super) number: u64,
     /// Whether the list of tools is about to be read.
     is_listing: AtomicBool,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
@@ -134,6 +132,8 @@ struct State {
     heard: u64,
     /// Whether a probe is under way, or has failed.
     suspected: bool,
+    /// It has failed, and calls that still have time put off the end.
+    doomed: bool,
     /// No call is taken any more.
     closure: Option<Closure>,
     /// Since the session is gone at the server.
@@ -144,7 +144,7 @@ struct State {
     questions: HashSet<RequestId>,
     pauses: HashMap<u64, Pause>,
     /// The cursors that this session has handed out.
-    cursors: HashSet<String>,
+    cursors: Cursors,
     /// What the last calls were lost by that were lost together, and the last one that was in flight then.
     loss: Option<(u64, Closure)>,
 }
@@ -157,7 +157,7 @@ impl Inner {
         memory: Arc<Memory>,
         probe_timeout: Duration,
         process: Option<Process>,
-        first: bool,
+        number: u64,
     ) -> (Arc<Self>, Option<BoxFuture<()>>) {
         let facts = process.as_ref().map(ProcessFacts::of);
         let exited = process.map(|process| process.exited);
@@ -173,8 +173,8 @@ impl Inner {
             about: OnceLock::new(),
             running: Mutex::new(None),
             process: facts,
-            catalog: Mutex::new(None),
-            first,
+            tools: Arc::default(),
+            number,
             is_listing: AtomicBool::new(false),
             has_handshake: AtomicBool::new(false),
         };
@@ -192,10 +192,6 @@ impl Inner {
 
     pub(super) fn stderr(&self) -> Vec<String> {
         self.process.as_ref().map_or_else(Vec::new, |process| (process.stderr)())
-    }
-
-    pub(super) fn set_catalog(&self, catalog: Arc<Catalog>) {
-        *lock(&self.catalog) = Some(catalog);
     }
 
     pub(super) fn peer(&self) -> Option<&Peer<RoleClient>> {
@@ -218,7 +214,8 @@ impl Inner {
     pub(super) fn sending(&self, exchange: &Arc<Exchange>, id: i64, token: Option<ProgressToken>) {
         let mut state = self.lock();
         exchange.set_heard(state.heard);
-        if state.ended || exchange.is_given_up() {
+        // One that was withdrawn while it was queued at the SDK has left, and nobody would take it out again.
+        if exchange.is_given_up() || !state.calls.contains_key(&exchange.key) {
             return;
         }
         state.sent.insert(id, Arc::clone(exchange));
@@ -245,6 +242,7 @@ impl Inner {
         let suspected = {
             let mut state = self.lock();
             state.heard += 1;
+            state.doomed = false;
             state.suspected
         };
         if suspected {
@@ -285,10 +283,7 @@ impl Inner {
                     }
                 }
                 ServerNotification::ToolListChangedNotification(_) if self.memory.wants_tools() => {
-                    // Until it is read anew nothing is trusted.
-                    let nothing = Arc::<Catalog>::default();
-                    self.memory.set_catalog(Arc::clone(&nothing));
-                    self.set_catalog(nothing);
+                    self.tools.changed();
                     if !self.is_listing.swap(true, Ordering::AcqRel) {
                         self.runtime.spawn(read_tools_soon(Arc::downgrade(self)));
                     }
@@ -463,8 +458,7 @@ impl Inner {
 
     /// Whether what the call was taken for still holds on this connection.
     fn upholds(&self, request: &Request) -> bool {
-        let catalog = lock(&self.catalog).clone();
-        let says = request.tool_name().and_then(|tool| catalog.as_ref()?.get(tool));
+        let says = request.tool_name().and_then(|tool| self.tools.catalog().get(tool));
         match effect_of(request) {
             Effect::Write => true,
             Effect::Idempotent => says.is_some_and(|says| says != Effect::Write),
@@ -473,15 +467,11 @@ impl Inner {
     }
 
     fn takes_cursor(&self, cursor: &str) -> bool {
-        self.first || self.is_modern() || self.lock().cursors.contains(cursor)
+        self.number == 1 || self.is_modern() || self.lock().cursors.knows(cursor)
     }
 
-    pub(super) fn hands_out(&self, cursor: String) {
-        // Whoever walks through more pages than that at once has its list refused after a reconnect.
-        let mut state = self.lock();
-        if state.cursors.len() < MAX_CURSORS {
-            state.cursors.insert(cursor);
-        }
+    pub(super) fn hands_out(&self, cursor: &str) {
+        self.lock().cursors.insert(cursor);
     }
 
     // ----- silence
@@ -523,6 +513,24 @@ impl Inner {
             }
         };
         Some((name, Box::pin(asking)))
+    }
+
+    /// Waits while the server counts as gone: what is sent to it would be in doubt for nothing. Over HTTP each request
+    /// goes its own way, and may be the one that is answered.
+    async fn may_send(&self) {
+        while self.is_doomed() {
+            let stirred = self.stirred.notified();
+            tokio::pin!(stirred);
+            // Registered before it is looked at what happened.
+            stirred.as_mut().enable();
+            if self.is_doomed() {
+                stirred.await;
+            }
+        }
+    }
+
+    fn is_doomed(&self) -> bool {
+        self.kind != Kind::Http && self.lock().doomed
     }
 
     /// Until when calls in flight put off the end of a silent connection; `None` if none does.
@@ -577,6 +585,7 @@ async fn judge_silence(connection: Weak<Inner>) {
                 state.suspected = false;
                 return;
             }
+            state.doomed = true;
             doomed.get_or_insert_with(|| state.calls.keys().copied().collect());
         }
         let calls = doomed.as_ref().map(|doomed| inner.last_deadline(Instant::now(), patience, doomed));
@@ -701,8 +710,11 @@ impl Connection {
             return ResponseFuture(Phase::Failed(exchange.not_sent(&closure)));
         };
         let ticketed = exchange.ticketed();
-        let sending =
-            async move { peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await };
+        let inner = Arc::clone(inner);
+        let sending = async move {
+            inner.may_send().await;
+            peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await
+        };
         ResponseFuture(Phase::Waiting(Box::new(Waiting {
             handle: Arc::clone(&self.0),
             exchange,
@@ -906,7 +918,7 @@ impl Waiting {
         if !at_deadline && until.is_none_or(|at| now < at) {
             return Poll::Pending;
         }
-        if exchange.frame.withdraw() {
+        if exchange.withdraw() {
             let error = if at_deadline {
                 // A request that waits for its turn here says nothing of the server.
                 if self.handle.0.kind != Kind::Http || exchange.is_begun() {
@@ -926,7 +938,7 @@ impl Waiting {
         let Self { handle, exchange, answer, .. } = self;
         let inner = &handle.0;
         exchange.give_up();
-        if exchange.frame.withdraw() {
+        if exchange.withdraw() {
             exchange.mark_withdrawn();
             inner.leave(&exchange, None);
             return;

@@ -2,14 +2,20 @@
 
 use std::{
     fmt, io,
+    panic::AssertUnwindSafe,
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use rmcp::{
     ClientHandler, RoleClient,
-    service::{ClientInitializeError, ClientLifecycleMode, RunningService, serve_client_with_lifecycle},
+    model::{ClientResult, ErrorData, ServerNotification, ServerRequest},
+    service::{
+        ClientInitializeError, ClientLifecycleMode, NotificationContext, RequestContext, RunningService,
+        serve_client_with_lifecycle,
+    },
     transport::IntoTransport,
 };
 use tokio::process::Command;
@@ -240,8 +246,9 @@ impl Service<()> for Connector {
                 let (memory, probe_timeout) = (Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
                     let (pipes, process) = starting.await?;
-                    let first = memory.begin_session();
-                    let (inner, exited) = Inner::new(Kind::Pipe, memory, probe_timeout, Some(process), first);
+                    let number = memory.begin_session();
+                    let (inner, exited) =
+                        Inner::new(Kind::Pipe, memory, probe_timeout, Some(process), number);
                     let exited = exited.unwrap_or_else(|| Box::pin(std::future::pending()));
                     let pipe = Pipe::new(Arc::clone(&inner), pipes, exited);
                     Ok(Opened { transport: Box::new(pipe), inner, takes: true })
@@ -250,8 +257,8 @@ impl Service<()> for Connector {
             Source::Http(http) => {
                 let (http, memory, probe_timeout) = (http.clone(), Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
-                    let first = memory.begin_session();
-                    let (inner, _) = Inner::new(Kind::Http, memory, probe_timeout, None, first);
+                    let number = memory.begin_session();
+                    let (inner, _) = Inner::new(Kind::Http, memory, probe_timeout, None, number);
                     let transport = http::transport(&http, Arc::clone(&inner))?;
                     Ok(Opened { transport: erase(transport), inner, takes: true })
                 })
@@ -261,8 +268,8 @@ impl Service<()> for Connector {
                     (Arc::clone(open), Arc::clone(&memory), self.probe_timeout);
                 Box::pin(async move {
                     let transport = open.lock().unwrap_or_else(PoisonError::into_inner)()?;
-                    let first = memory.begin_session();
-                    let (inner, _) = Inner::new(Kind::Foreign, memory, probe_timeout, None, first);
+                    let number = memory.begin_session();
+                    let (inner, _) = Inner::new(Kind::Foreign, memory, probe_timeout, None, number);
                     Ok(Opened { transport, inner, takes: false })
                 })
             }
@@ -366,8 +373,8 @@ impl<H: ClientHandler> Serve for Handled<H> {
         witness: Witness,
         mode: ClientLifecycleMode,
     ) -> BoxFuture<Result<Served, ClientInitializeError>> {
-        let handler = Arc::clone(&self.0);
-        let client = handler.get_info().client_info;
+        let handler = Careful(Arc::clone(&self.0));
+        let client = self.0.get_info().client_info;
         Box::pin(async move {
             let running = serve_client_with_lifecycle(handler, witness, mode).await?;
             let peer = running.peer().clone();
@@ -377,8 +384,36 @@ impl<H: ClientHandler> Serve for Handled<H> {
     }
 }
 
+/// The user's handler, whose panic is an answer too: the SDK would leave the server's question without one, and what
+/// stands still for the user's sake would stand still for ever.
+struct Careful<H>(Arc<H>);
+
+impl<H: ClientHandler> rmcp::Service<RoleClient> for Careful<H> {
+    async fn handle_request(
+        &self,
+        request: ServerRequest,
+        context: RequestContext<RoleClient>,
+    ) -> Result<ClientResult, ErrorData> {
+        let handling = AssertUnwindSafe(rmcp::Service::handle_request(&self.0, request, context));
+        let failed = |_| Err(ErrorData::internal_error("the request's handler failed", None));
+        handling.catch_unwind().await.unwrap_or_else(failed)
+    }
+
+    fn handle_notification(
+        &self,
+        notification: ServerNotification,
+        context: NotificationContext<RoleClient>,
+    ) -> impl Future<Output = Result<(), ErrorData>> + Send + '_ {
+        rmcp::Service::handle_notification(&self.0, notification, context)
+    }
+
+    fn get_info(&self) -> <RoleClient as rmcp::service::ServiceRole>::Info {
+        ClientHandler::get_info(&self.0)
+    }
+}
+
 /// The SDK's running client. Dropping it ends it.
-struct Client<H: ClientHandler>(RunningService<RoleClient, Arc<H>>);
+struct Client<H: ClientHandler>(RunningService<RoleClient, Careful<H>>);
 
 impl<H: ClientHandler> Running for Client<H> {
     fn close(mut self: Box<Self>) -> BoxFuture<()> {

@@ -10,7 +10,7 @@ use std::{
 
 use rmcp::model::{ClientJsonRpcMessage, ClientRequest, GetExtensions};
 
-use super::{Request, evidence::Sight};
+use super::{HttpErrorKind, Request, evidence::Sight};
 use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame};
 
 /// What has become of one call on its way.
@@ -111,6 +111,21 @@ impl Exchange {
         }
     }
 
+    /// Withdraws the frame. `true`: not one byte of it was or will be written.
+    pub(super) fn withdraw(&self) -> bool {
+        self.frame.withdraw() || matches!(self.state().sight, Some(Sight::NotSent(_)))
+    }
+
+    /// The transport gave up before it asked for the first byte, or says so: from here on it gets none.
+    pub(super) fn failed_to_send(&self, kind: HttpErrorKind) {
+        if self.frame.withdraw() {
+            self.mark_withdrawn();
+            self.saw(Sight::NotSent(kind));
+        } else {
+            self.saw(Sight::Odd(HttpErrorKind::NoResponse, None));
+        }
+    }
+
     /// Takes the frame for a transport that counts its bytes, of which there are `len`. `false`: it was withdrawn.
     pub(super) fn begin(&self, len: usize) -> bool {
         let mut state = self.state();
@@ -189,7 +204,7 @@ impl Exchange {
     }
 
     fn closed(&self, closure: &Closure) -> CallError {
-        if self.frame.withdraw() {
+        if self.withdraw() {
             return self.not_sent(closure);
         }
         let accepted = {

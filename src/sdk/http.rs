@@ -5,10 +5,7 @@ use std::{
     collections::HashMap,
     fmt, io,
     pin::Pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll},
     time::{Duration, SystemTime},
 };
@@ -359,12 +356,7 @@ impl Client {
         let mut is_repeated = false;
         loop {
             let token = self.shared.credentials.current();
-            let taken = Arc::new(AtomicBool::new(false));
-            let body = Letterbody {
-                bytes: Some(letter.body.clone()),
-                exchange: letter.exchange.clone(),
-                taken: Arc::clone(&taken),
-            };
+            let body = Letterbody { bytes: Some(letter.body.clone()), exchange: letter.exchange.clone() };
             let request = self
                 .request(http::Method::POST, &line, &token)
                 .header(CONTENT_TYPE, HeaderValue::from_static(JSON))
@@ -372,11 +364,13 @@ impl Client {
             let response = match request.send().await {
                 Ok(response) => response,
                 Err(error) => {
-                    letter.saw(match (taken.load(Ordering::Acquire), error.is_connect()) {
-                        (false, true) => Sight::NotSent(HttpErrorKind::Connect),
-                        (false, false) => Sight::NotSent(HttpErrorKind::NoResponse),
-                        (true, _) => Sight::Odd(HttpErrorKind::NoResponse, None),
-                    });
+                    if let Some(exchange) = &letter.exchange {
+                        // The HTTP library may still have the body.
+                        exchange.failed_to_send(match error.is_connect() {
+                            true => HttpErrorKind::Connect,
+                            false => HttpErrorKind::NoResponse,
+                        });
+                    }
                     return Err(lost(error));
                 }
             };
@@ -878,7 +872,6 @@ impl Answering {
 struct Letterbody {
     bytes: Option<Bytes>,
     exchange: Option<Arc<Exchange>>,
-    taken: Arc<AtomicBool>,
 }
 
 impl Body for Letterbody {
@@ -897,7 +890,6 @@ impl Body for Letterbody {
             // What is left between here and the socket is the HTTP library's buffer and no queue.
             exchange.mark_sent();
         }
-        self.taken.store(true, Ordering::Release);
         Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 
@@ -1020,9 +1012,39 @@ async fn read_body(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU32;
+    use std::{
+        sync::atomic::{AtomicU32, Ordering},
+        task::Waker,
+    };
 
     use super::*;
+    use crate::{
+        Delivery,
+        sdk::{Request, evidence::seen},
+    };
+
+    /// The first frame of that body, if it gives one.
+    fn first_frame(body: &mut Letterbody) -> Option<Bytes> {
+        match Pin::new(body).poll_frame(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Some(Ok(frame))) => frame.into_data().ok(),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn a_body_that_was_said_not_to_be_sent_is_not_sent_later_and_one_that_was_begun_is_in_doubt() {
+        for begun in [false, true] {
+            let exchange = Arc::new(Exchange::new(Request::ping(), 1, 0));
+            let bytes = Some(Bytes::from_static(b"{}"));
+            let mut body = Letterbody { bytes, exchange: Some(Arc::clone(&exchange)) };
+            assert!(!begun || first_frame(&mut body).is_some());
+            // As where a client's own timeout ends the request, and the connection still has its body.
+            exchange.failed_to_send(HttpErrorKind::NoResponse);
+            let said = seen(exchange.take_sight().unwrap(), None).delivery();
+            assert_eq!(said, if begun { Delivery::Ambiguous } else { Delivery::NotSent });
+            assert_eq!(first_frame(&mut body), None);
+        }
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_refresh_that_never_ends_is_given_up_and_the_next_in_line_asks_again() {

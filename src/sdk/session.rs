@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout};
 use super::{Request, connection::Inner};
 use crate::{
     Basis, Call, CallError, Effect,
-    mcp::{Catalog, ToolRules},
+    mcp::{Catalog, Listed, ToolRules},
 };
 
 /// How long the state of a session may take to restore, before the connection is used without the rest.
@@ -45,8 +45,10 @@ struct State {
     level: Option<ClientRequest>,
     subscriptions: Vec<String>,
     known: HashSet<String>,
-    /// What the server last said of its tools, for the classifier.
-    catalog: Arc<Catalog>,
+    /// What the server says of its tools on the last connection that has listed them, for the classifier; and which
+    /// one that is.
+    tools: Arc<Listed>,
+    listed_by: u64,
 }
 
 impl Memory {
@@ -54,11 +56,11 @@ impl Memory {
         Self { tools, state: Mutex::default() }
     }
 
-    /// Whether the session that begins is the first one.
-    pub(super) fn begin_session(&self) -> bool {
+    /// The number of the session that begins, from 1.
+    pub(super) fn begin_session(&self) -> u64 {
         let mut state = self.lock();
         state.sessions += 1;
-        state.sessions == 1
+        state.sessions
     }
 
     pub(super) fn is_legacy(&self) -> bool {
@@ -74,15 +76,20 @@ impl Memory {
         self.tools.asks_the_server()
     }
 
-    pub(super) fn set_catalog(&self, catalog: Arc<Catalog>) {
-        self.lock().catalog = catalog;
+    /// The session of that number has listed its tools. One that is replaced does not overrule the next one.
+    fn listed(&self, number: u64, tools: &Arc<Listed>) {
+        let mut state = self.lock();
+        if number > state.listed_by {
+            state.listed_by = number;
+            state.tools = Arc::clone(tools);
+        }
     }
 
     /// What a request may do, and who says so.
     pub(super) fn classify(&self, request: &Request) -> Option<(Effect, Basis)> {
         let annotated = |tool: &str| {
-            let catalog = Arc::clone(&self.lock().catalog);
-            catalog.get(tool)
+            let tools = Arc::clone(&self.lock().tools);
+            tools.catalog().get(tool)
         };
         self.tools.decide(request.context(), request.method(), || request.params(), annotated)
     }
@@ -122,7 +129,7 @@ impl Lesson {
             }
             (_, Ok(result)) => {
                 if let Some(cursor) = next_cursor(result) {
-                    inner.hands_out(cursor);
+                    inner.hands_out(&cursor);
                 }
             }
             _ => {}
@@ -169,19 +176,19 @@ pub(super) async fn restore(inner: &Arc<Inner>) -> Result<(), ServiceError> {
     }
     if inner.memory.wants_tools() {
         read_tools(inner).await;
+        inner.memory.listed(inner.number, &inner.tools);
     }
     Ok(())
 }
 
 /// Reads the list of tools. On a list that cannot be read all tools are writes.
 pub(super) async fn read_tools(inner: &Arc<Inner>) {
+    let as_of = inner.tools.as_of();
     let catalog = timeout(LIST, list_tools(inner)).await.ok().flatten();
     if catalog.is_none() {
         tracing::warn!(target: "goaround", "the list of tools could not be read: all of them are writes");
     }
-    let catalog = Arc::new(catalog.unwrap_or_default());
-    inner.memory.set_catalog(Arc::clone(&catalog));
-    inner.set_catalog(catalog);
+    inner.tools.read(as_of, catalog.unwrap_or_default());
 }
 
 async fn list_tools(inner: &Arc<Inner>) -> Option<Catalog> {

@@ -33,7 +33,7 @@ use crate::{
     Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule, Scope, Settled,
     call::{Trail, replica},
     connection::BoxFuture,
-    deadline::Until,
+    deadline::{Until, later},
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -478,7 +478,7 @@ where
                 return self.answered_landed(response, result.err());
             }
             (Some(KeyedAnswer::InFlight { recheck_after }), _) => {
-                self.begin_doubt().not_before = Instant::now().checked_add(recheck_after);
+                self.begin_doubt().not_before = Some(later(Instant::now(), recheck_after));
                 let generation = self.parts.current.activity.generation_number();
                 CallError::in_progress().of_call(&self.parts.name, self.parts.effect).with_attempt(generation)
             }
