@@ -28,7 +28,7 @@ use tower::Service;
 use crate::{
     fly::Harness,
     lean::{connect, with_exit},
-    world::{Branch, Favours, Process, Reply, World, ms, note},
+    world::{Branch, Process, Reply, World, ms, note},
 };
 
 /// The longest message that clients keep, in bytes. Some answers are longer.
@@ -428,11 +428,7 @@ impl Pipe {
         };
         note!(world, "process {}: answers {id}: {reply:?}", self.process.number);
         let line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},{said}}}\n").into_bytes();
-        let way = if world.fault(20) && world.plan().favours != Favours::Windows {
-            world.lock().rng.u32(0..4)
-        } else {
-            9
-        };
+        let way = if world.fault(20) { world.lock().rng.u32(0..4) } else { 9 };
         match way {
             // In two parts.
             0 => {

@@ -322,10 +322,7 @@ impl Plan {
                 (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
                 // What is handed over arrives at once.
                 (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);
-                self.faults.fates = [0, 40, 0, 0, 0, 5, 0, 0, 0, 5, 5, 5];
-                // Nothing waits for a connection.
-                (self.faults.dies, self.faults.falls_silent, self.faults.read_fails) = (0, 0, 0);
-                self.silence_probe = false;
+                self.faults.fates = [0, 40, rng.u32(0..10), rng.u32(0..10), 0, 5, 0, 0, 0, 5, 5, 5];
             }
             Favours::SlowConnects => {
                 (self.marks, self.cached, self.independent, self.keys) = (false, false, true, false);
