@@ -24,7 +24,7 @@ use tower::Service;
 use crate::{
     judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
     ledger::Store,
-    world::{Branch, CANARIES, Favours, Lies, Seen, World, ms, note},
+    world::{Branch, CANARIES, Favours, Lies, Seen, Sort, World, ms, note},
 };
 
 /// What is sent over what.
@@ -39,8 +39,7 @@ pub trait Harness: 'static {
         + Send
         + 'static;
 
-    /// Whether the server's errors mean nothing but that it refuses.
-    const PLAIN: bool;
+    const SORT: Sort;
 
     fn connector(world: &World) -> Self::Connector;
     /// A write of that token.
@@ -74,7 +73,7 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     fastrand::seed(seed);
     let builder = &mut tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build().unwrap();
-    let world = runtime.block_on(async { World::new(seed, lies, H::PLAIN, record) });
+    let world = runtime.block_on(async { World::new(seed, lies, H::SORT, record) });
     let mut rng = Rng::with_seed(seed ^ 0x5eed);
     let ends_early = (rng.u32(0..100) < 6).then(|| ms(rng.u64(100..20_000)));
     runtime.block_on(async {
@@ -169,10 +168,14 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
 fn stack<H: Harness>(world: &World, rng: &mut Rng, default: Duration) -> Stacked<H> {
     let writes = layer::<H>(world, rng);
     let budget = Counted { throttle: Throttle::default(), world: world.clone(), off: false };
-    let retry = RetryReadOnly
-        .attempts(rng.u32(1..5))
-        .attempt_timeout(ms(rng.u64(500..6_000)))
-        .budget(Arc::new(budget));
+    let attempts = rng.u32(1..5);
+    {
+        // And one after a closure, whatever the attempts. After a crash there is another stack.
+        let mut state = world.lock();
+        state.most_reads = state.most_reads.max(attempts + 1);
+    }
+    let retry =
+        RetryReadOnly.attempts(attempts).attempt_timeout(ms(rng.u64(500..6_000))).budget(Arc::new(budget));
     let reconnect = ReconnectLayer::once()
         .connect_timeout(ms(rng.u64(2_000..30_000)))
         .crash_loop(rng.u32(2..6), ms(rng.u64(1_000..20_000)));
@@ -218,6 +221,14 @@ fn heed(world: &World, event: Event<'_>) {
         && r.reason.as_ref().is_some_and(|reason| reason.contains("another write was handed over since"))
     {
         state.covered |= 1 << Branch::OtherWriteSince as u64;
+    }
+    if let Event::InDoubt(r) = event
+        && let Some(reason) = &r.reason
+    {
+        let over = reason.contains("the time is over for which the server keeps the key");
+        let set_back = reason.contains("the wall clock was set back");
+        state.covered |= u64::from(over) << Branch::WindowPassed as u64;
+        state.covered |= u64::from(set_back) << Branch::ClockSetBack as u64;
     }
     if let Event::InDoubt(r) = event
         && r.replayed
@@ -346,7 +357,7 @@ impl Caller {
         note!(world, "{what} {token} after {took:?}: {}", said(&told));
         let told: Told = told.map(|told| {
             let count = told.map(|response| H::count(&response));
-            count.map(|count| debug_assert!(!self.is_write || count == token))
+            count.map(|count| debug_assert!(!self.is_write || count == token || world.plan().annotated))
         });
         if self.is_write {
             judge_now(&world, token, &told);
@@ -356,6 +367,11 @@ impl Caller {
                 goaround::Cause::Refused(Refusal::CrashLoop(_)) => world.cover(Branch::CrashLoop),
                 goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => world.cover(Branch::KeyRefused),
                 goaround::Cause::Deadline => world.cover(Branch::DeadlinePassed),
+                goaround::Cause::Refused(Refusal::EffectChanged) => world.cover(match error.outcome() {
+                    _ if error.effect().is_write() => Branch::EffectGrown,
+                    Outcome::NotDone => Branch::EffectChanged,
+                    _ => Branch::EffectChangedInDoubt,
+                }),
                 _ => {}
             }
         }
@@ -588,6 +604,8 @@ async fn check<H: Harness>(
     }
     if world.effects(token) > 0 {
         world.cover(Branch::CheckStale);
+    } else {
+        world.lock().found_absent.insert(token);
     }
     Ok(match lies.because {
         true => doubt.not_landed_because("it is not there"),

@@ -21,7 +21,7 @@ use tower::Service;
 
 use crate::{
     fly::Harness,
-    world::{Branch, Favours, Process, Reply, World, note},
+    world::{Branch, Favours, Process, Reply, Sort, World, note},
 };
 
 pub enum Lean {}
@@ -31,7 +31,7 @@ impl Harness for Lean {
     type Res = u32;
     type Conn = Connection;
     type Connector = Connector;
-    const PLAIN: bool = false;
+    const SORT: Sort = Sort::Meaning;
 
     fn connector(world: &World) -> Connector {
         Connector(world.clone())

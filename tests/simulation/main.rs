@@ -3,7 +3,7 @@
 //! what callers are told is true, and every unknown is reported.
 //!
 //! Two harnesses share the world: `full` has the real stack over the real JSON-RPC client on an in-memory
-//! pipe, `lean` an in-memory service under the same layers. What is declared falsely, and a guard that is
+//! pipe, in some worlds with MCP on it, `lean` an in-memory service under the same layers. What is declared falsely, and a guard that is
 //! off, must be found out: see `controls`.
 //!
 //! - `GOAROUND_SEEDS=n` flies n full seeds and five times as many lean ones (20,000 and 100,000 by default).
@@ -61,6 +61,7 @@ impl Kind {
 
     pub fn run(self, seed: u64, lies: Lies, record: bool) -> Flown {
         match self {
+            Kind::Full if seed % 8 == 1 => fly::run::<full::Annotated>(seed, lies, record),
             Kind::Full if seed % 4 == 3 => fly::run::<full::Plain>(seed, lies, record),
             Kind::Full => fly::run::<full::Wrapped>(seed, lies, record),
             Kind::Lean => fly::run::<lean::Lean>(seed, lies, record),

@@ -83,6 +83,17 @@ pub enum Favours {
     SlowConnects,
 }
 
+/// What servers there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sort {
+    /// Their errors say what became of a request.
+    Meaning,
+    /// Their errors mean nothing but that they refuse.
+    Plain,
+    /// The same, and their tools have annotations.
+    Annotated,
+}
+
 /// What the seed says of its world.
 #[derive(Debug)]
 pub struct Plan {
@@ -122,6 +133,8 @@ pub struct Plan {
     pub clock_is_set: Option<(u64, i64)>,
     /// Whether the errors of servers mean nothing but that they refuse.
     pub plain: bool,
+    /// Whether what a tool does is what its server's annotations say, which a restart may change.
+    pub annotated: bool,
     /// What happens how often, in percent.
     pub faults: Faults,
 }
@@ -233,7 +246,7 @@ pub enum Reply {
 }
 
 impl Plan {
-    fn new(rng: &mut Rng, lies: Lies, plain: bool) -> Self {
+    fn new(rng: &mut Rng, lies: Lies, sort: Sort) -> Self {
         let ends_effects = rng.bool();
         let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
         let mut fates = [0; FATES];
@@ -290,7 +303,8 @@ impl Plan {
             leaks: leaks || lies.exact_writes,
             silence_probe: rng.bool(),
             few_in_flight: rng.u32(0..100) < 5,
-            plain,
+            plain: sort != Sort::Meaning,
+            annotated: sort == Sort::Annotated,
             faults,
         };
         if lies == Lies::default() {
@@ -319,7 +333,8 @@ impl Plan {
                 let asleep = rng.u64(5_000..40_000);
                 (self.keeps_keys, self.sleeps) =
                     (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
-                (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
+                (self.independent, self.keys, self.quarantine) = (true, false, None);
+                self.clock_is_set = (rng.u32(0..100) < 30).then(|| (rng.u64(0..8_000), rng.i64(-100_000..0)));
                 // What is handed over arrives at once.
                 (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);
                 self.faults.fates = [0, 40, rng.u32(0..10), rng.u32(0..10), 0, 5, 0, 0, 0, 5, 5, 5];
@@ -357,6 +372,14 @@ pub struct State {
     pub tokens: BTreeMap<CallId, u32>,
     /// What was asked for and found out.
     pub read: BTreeSet<u32>,
+    /// The writes that a server answered to which they were reads.
+    pub answered_as_read: BTreeSet<u32>,
+    /// What was asked for, once for each message.
+    asked: Vec<u32>,
+    /// How many messages there may be of one read.
+    pub most_reads: u32,
+    /// The writes of which a check found nothing.
+    pub found_absent: BTreeSet<u32>,
     /// The write whose answer is lost, though everything else goes well.
     pub loses: Option<u32>,
     pub book: Book,
@@ -425,9 +448,9 @@ macro_rules! note {
 pub(crate) use note;
 
 impl World {
-    pub fn new(seed: u64, lies: Lies, plain: bool, record: bool) -> Self {
+    pub fn new(seed: u64, lies: Lies, sort: Sort, record: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, lies, plain);
+        let plan = Plan::new(&mut rng, lies, sort);
         let state = State {
             rng: rng.fork(),
             applied: Vec::new(),
@@ -437,6 +460,10 @@ impl World {
             calls: BTreeMap::new(),
             tokens: BTreeMap::new(),
             read: BTreeSet::new(),
+            answered_as_read: BTreeSet::new(),
+            asked: Vec::new(),
+            most_reads: 0,
+            found_absent: BTreeSet::new(),
             loses: None,
             book: Book::default(),
             runs: BTreeMap::new(),
@@ -518,6 +545,11 @@ impl World {
         self.lock().arrived.iter().filter(|arrived| arrived.token == token).count()
     }
 
+    /// How many messages of that read reached a server.
+    pub fn asked(&self, token: u32) -> u32 {
+        self.lock().asked.iter().filter(|asked| **asked == token).count() as u32
+    }
+
     fn is_calm(&self) -> bool {
         self.lock().calm
     }
@@ -586,9 +618,19 @@ impl World {
     pub fn start_process(&self) -> Process {
         let mut state = self.lock();
         let number = state.processes.len();
+        let annotated = self.plan().annotated;
+        let mut hint = || match annotated {
+            true if state.rng.bool() => Hint::ReadOnly,
+            true => Hint::OTHERS[state.rng.usize(0..Hint::OTHERS.len())],
+            false => Hint::None,
+        };
+        let hints = [hint(), hint()];
         let process = Process(Arc::new(ProcessInner {
             world: self.clone(),
             number,
+            hints,
+            // A handshake comes first, and may fail.
+            begun: AtomicBool::new(!annotated),
             seen: state.applied.len(),
             life: Mutex::new((Life::Open, Vec::new())),
             silent: AtomicBool::new(false),
@@ -765,6 +807,10 @@ pub struct Process(Arc<ProcessInner>);
 pub struct ProcessInner {
     pub world: World,
     pub number: usize,
+    /// What it says of its two tools, and what they do.
+    hints: [Hint; 2],
+    /// Whether a call has come.
+    begun: AtomicBool,
     /// How many writes had been applied when it started.
     seen: usize,
     /// And who waits for the next one. Not a channel of tokio's, which wakes in a random order.
@@ -781,6 +827,20 @@ impl std::ops::Deref for Process {
     fn deref(&self) -> &ProcessInner {
         &self.0
     }
+}
+
+/// What a server says of a tool that writes with some others, and what it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hint {
+    None,
+    ReadOnly,
+    Destructive,
+    /// Of a tool for which it is true; else there is none.
+    Idempotent,
+}
+
+impl Hint {
+    const OTHERS: [Self; 3] = [Hint::None, Hint::Destructive, Hint::Idempotent];
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -831,7 +891,20 @@ impl Process {
     }
 
     fn is_in_use(&self) -> bool {
-        self.is_open() && !self.given_up.load(Ordering::Relaxed)
+        self.is_open() && self.begun.load(Ordering::Relaxed) && !self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// A call has come, so that the connection is one that is used.
+    pub fn begin(&self) {
+        self.begun.store(true, Ordering::Relaxed);
+    }
+
+    /// What it says of the tool that writes, or of the one that does so idempotently.
+    pub fn hint(&self, idempotent: bool) -> Hint {
+        match self.hints[usize::from(idempotent)] {
+            Hint::Idempotent if !idempotent => Hint::None,
+            hint => hint,
+        }
     }
 
     /// The client has reason not to use it any more.
@@ -985,6 +1058,7 @@ impl Process {
             Fate::ReplyTooLate => {
                 self.closes_in(world.wait(1_000));
                 self.closed().await;
+                world.cover(Branch::ReplyAfterClose);
             }
             _ => sleep(world.wait(3_000)).await,
         }
@@ -999,6 +1073,7 @@ impl Process {
     /// What the server answers to the question how often a write took effect.
     pub async fn get(&self, token: u32) -> Reply {
         let world = &self.world;
+        world.lock().asked.push(token);
         sleep(world.wait(500)).await;
         if world.fault(world.plan().faults.read_fails) {
             let fault = world.lock().rng.u32(0..6);
@@ -1039,6 +1114,9 @@ impl World {
         note!(self, "process {}: {token} TAKES EFFECT", process.number);
         let mut state = self.lock();
         state.applied.push(Applied { token, process: process.number, at: Instant::now() });
+        if state.found_absent.contains(&token) {
+            state.covered |= 1 << Branch::ZombieAfterCheck as u64;
+        }
         drop(state);
         if !first {
             self.cover(Branch::ReplayLanded);
@@ -1065,6 +1143,15 @@ branches! {
     SessionForgotten: "the server forgot the session",
     ExitBeforeCommit: "a process was gone before its write took effect",
     CommitAfterClose: "a write took effect after its connection had closed",
+    ReplyAfterClose: "a write was answered when its connection had closed",
+    ZombieAfterCheck: "a write took effect after a check had found nothing of it",
+    EffectChanged: "a call that was taken for a read met a server to which it is a write",
+    EffectChangedInDoubt: "the same, after a server had got it as a read",
+    EffectGrown: "a write that was taken for idempotent met a server to which it is not",
+    AnsweredAsRead: "a write was answered by a server to which it is a read",
+    NoAnnotations: "a list of tools could not be read",
+    WindowPassed: "a key's time was over before its replay was sent",
+    ClockSetBack: "the wall clock was set back, so that no key counted",
     AppliedAndClosed: "applied, and the connection closed before the answer",
     ReplyLost: "applied, and the answer was lost",
     CancelledBefore: "a cancellation came before the write took effect and was heeded",
