@@ -237,7 +237,11 @@ pub fn judge_memory(world: &World, listed: &[Entry]) {
     let state = world.lock();
     for (call, token) in &state.tokens {
         let Some(seen) = state.calls.get(token).filter(|seen| seen.is_write && !seen.again) else { continue };
-        let is_listed = listed.iter().any(|entry| entry.id.call() == *call);
+        let times = listed.iter().filter(|entry| entry.id.call() == *call).count();
+        let is_listed = times > 0;
+        if times > 1 {
+            found.push(Wrong::Ledger { write: *token, what: "it is listed twice" });
+        }
         let expected = match &seen.told {
             Some(Ok(())) => false,
             Some(Err(error)) => is_in_doubt(error),

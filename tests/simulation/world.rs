@@ -6,10 +6,10 @@ use std::{
     fmt::Write as _,
     future::poll_fn,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard, Weak,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Wake, Waker},
     time::{Duration, SystemTime},
 };
 
@@ -310,8 +310,8 @@ impl Plan {
         if lies == Lies::default() {
             plan.favours = match rng.u32(0..100) {
                 0..4 => Favours::Overlap,
-                4..8 => Favours::Windows,
-                8..12 => Favours::SlowConnects,
+                4..10 => Favours::Windows,
+                10..14 => Favours::SlowConnects,
                 _ => Favours::Nothing,
             };
         }
@@ -333,8 +333,14 @@ impl Plan {
                 let asleep = rng.u64(5_000..40_000);
                 (self.keeps_keys, self.sleeps) =
                     (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
-                (self.independent, self.keys, self.quarantine) = (true, false, None);
-                self.clock_is_set = (rng.u32(0..100) < 30).then(|| (rng.u64(0..8_000), rng.i64(-100_000..0)));
+                (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
+                if self.lies == (Lies { favours: self.lies.favours, ..Lies::default() })
+                    && rng.u32(0..100) < 30
+                {
+                    // Not both: a clock that is set back by as much as the machine slept shows nothing.
+                    (self.clock_is_set, self.sleeps) =
+                        (Some((rng.u64(500..8_000), rng.i64(-100_000..0))), None);
+                }
                 // What is handed over arrives at once.
                 (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);
                 self.faults.fates = [0, 40, rng.u32(0..10), rng.u32(0..10), 0, 5, 0, 0, 0, 5, 5, 5];
@@ -389,7 +395,10 @@ pub struct State {
     /// The keys that servers got, when they got each first, and whether its write was applied.
     keys: BTreeMap<String, (Duration, bool)>,
     processes: Vec<Process>,
+    /// How many connects are under way.
     connects: u32,
+    /// Those of the calls.
+    wakers: Vec<Weak<Woken>>,
     pub wrong: Vec<Wrong>,
     pub covered: u64,
     history: Option<String>,
@@ -471,6 +480,7 @@ impl World {
             keys: BTreeMap::new(),
             processes: Vec::new(),
             connects: 0,
+            wakers: Vec::new(),
             wrong: Vec::new(),
             covered: 0,
             history: record.then(String::new),
@@ -602,17 +612,35 @@ impl World {
         Fate::Done
     }
 
-    /// Begins a connect.
-    pub fn connecting(&self) {
-        let open = {
+    /// Begins a connect, which ends when what it returns is dropped.
+    pub fn connecting(&self) -> Connecting {
+        let (open, connects) = {
             let mut state = self.lock();
             state.connects += 1;
-            state.processes.iter().find(|process| process.is_in_use()).map(|process| process.number)
+            let open =
+                state.processes.iter().find(|process| process.is_in_use()).map(|process| process.number);
+            (open, state.connects)
         };
         note!(self, "connect");
+        if connects > 1 {
+            self.wrong(Wrong::Reconnect(format!("{connects} connects at once")));
+        }
         if let Some(open) = open {
             self.wrong(Wrong::Reconnect(format!("a connect, and process {open} has not closed")));
         }
+        Connecting(self.clone())
+    }
+
+    /// A waker that wakes this one, and of which it is known whether somebody keeps it.
+    pub fn waker(&self, waker: &Waker) -> Waker {
+        let woken = Arc::new(Woken(waker.clone()));
+        self.lock().wakers.push(Arc::downgrade(&woken));
+        woken.into()
+    }
+
+    /// How many of them somebody keeps.
+    pub fn kept_wakers(&self) -> usize {
+        self.lock().wakers.iter().filter(|waker| waker.strong_count() > 0).count()
     }
 
     pub fn start_process(&self) -> Process {
@@ -671,6 +699,12 @@ impl World {
     pub fn wall_clock(&self) -> SystemTime {
         let elapsed = self.0.start.elapsed();
         let now = if self.plan().lies.clock_stands { elapsed } else { self.now() };
+        if now > elapsed {
+            self.cover(Branch::Slept);
+        }
+        if self.plan().clock_is_set.is_some_and(|(at, by)| elapsed >= ms(at) && by < 0) {
+            self.cover(Branch::ClockSetBack);
+        }
         let set = self.plan().clock_is_set.filter(|(at, _)| elapsed >= ms(*at)).map_or(0, |(_, by)| by);
         let millis = 1_000_000_000_u64.saturating_add_signed(set) + now.as_millis() as u64;
         SystemTime::UNIX_EPOCH + ms(millis)
@@ -789,6 +823,28 @@ impl World {
         }
         drop(state);
         found.into_iter().for_each(|wrong| self.wrong(wrong));
+    }
+}
+
+/// A connect that is under way.
+pub struct Connecting(World);
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        self.0.lock().connects -= 1;
+    }
+}
+
+/// A call's waker.
+struct Woken(Waker);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.wake_by_ref();
     }
 }
 
@@ -1151,7 +1207,8 @@ branches! {
     AnsweredAsRead: "a write was answered by a server to which it is a read",
     NoAnnotations: "a list of tools could not be read",
     WindowPassed: "a key's time was over before its replay was sent",
-    ClockSetBack: "the wall clock was set back, so that no key counted",
+    ClockSetBack: "a wall clock was read that had been set back",
+    Slept: "a wall clock was read after the machine had slept",
     AppliedAndClosed: "applied, and the connection closed before the answer",
     ReplyLost: "applied, and the answer was lost",
     CancelledBefore: "a cancellation came before the write took effect and was heeded",
