@@ -79,7 +79,7 @@ pub(crate) fn register_with<M: 'static>(connector: &mut M, registrar: Registrar)
     if let Some(child) = connector.downcast_mut::<crate::stdio::Child>() {
         child.register_with(registrar);
     } else if let Some(stdio) = connector.downcast_mut::<crate::mcp::Stdio>() {
-        stdio.register_with(registrar);
+        return stdio.register_with(registrar);
     } else {
         return false;
     }

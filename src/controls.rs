@@ -70,6 +70,10 @@ mod switches {
         Window,
         /// A key's time passes by the wall clock too.
         WallClock,
+        /// A replay that waits for its connection is not sent any more once its key's time is over.
+        WindowWait,
+        /// A call that a trusted annotation made harmless goes to no server that says otherwise.
+        Annotation,
     }
 
     thread_local!(static OFF: Cell<Option<Guard>> = const { Cell::new(None) });

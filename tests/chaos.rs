@@ -1,6 +1,10 @@
-//! Real processes that are killed, stopped and continued at random while they read and write, with frames cut in
-//! half and pipes that are full: many worlds side by side. What landed is counted in a file that no server is asked
-//! about.
+//! Real processes, servers and clients, that are killed, stopped and continued at random while they read and write,
+//! with frames cut in half and pipes that are full: many worlds side by side. What landed is counted in a file that no
+//! server is asked about, and what clients were told in one that they append to, so that it outlives them.
+//!
+//! A client that was stopped keeps its deadlines by its own clock, which went on. Of the calls that a killed one had
+//! in flight nobody was told: none of them lands twice all the same. What the next process makes of them is shown by
+//! `tests/crash`, with the durable ledger.
 //!
 //! `GOAROUND_CHAOS=n` says how many rounds there are (200 by default), `GOAROUND_CHAOS_SEED=s` where they begin.
 #![allow(missing_docs)]
@@ -10,20 +14,37 @@ fn main() {}
 
 #[cfg(target_os = "linux")]
 fn main() -> std::process::ExitCode {
-    match std::env::var_os("GOAROUND_CHAOS_SERVER") {
-        Some(folder) => {
-            server::run(std::path::Path::new(&folder));
-            std::process::ExitCode::SUCCESS
-        }
-        None => rounds::run(),
+    let folder = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from);
+    // A client's servers have its variables, too.
+    if let Some(folder) = folder("GOAROUND_CHAOS_SERVER") {
+        server::run(&folder);
+    } else if let Some(folder) = folder("GOAROUND_CHAOS_CLIENT") {
+        client::run(&folder);
+    } else {
+        return rounds::run();
     }
+    std::process::ExitCode::SUCCESS
+}
+
+/// Of a variable of the environment.
+#[cfg(target_os = "linux")]
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// Appends a line with one write, so that it is there whole or not at all.
+#[cfg(target_os = "linux")]
+fn append(file: &std::path::Path, line: &str) {
+    use std::io::Write;
+
+    let file = std::fs::OpenOptions::new().append(true).create(true).open(file);
+    file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes())).expect("a line in a file");
 }
 
 /// The server: it appends a line for each write that it applies, and misbehaves on its own.
 #[cfg(target_os = "linux")]
 mod server {
     use std::{
-        fs::OpenOptions,
         io::{BufRead, Write},
         path::Path,
         thread::sleep,
@@ -33,10 +54,12 @@ mod server {
     use rustix::process::{Signal, getpid, kill_process};
     use serde_json::{Value, json};
 
+    use super::{append, number};
+
     pub(super) fn run(folder: &Path) {
-        let seed = std::env::var("GOAROUND_CHAOS_SEED").unwrap_or_default();
+        let seed = number("GOAROUND_CHAOS_SEED").unwrap_or_default();
         let pid = getpid().as_raw_nonzero().get();
-        let mut random = fastrand::Rng::with_seed(seed.parse::<u64>().unwrap_or_default() ^ pid as u64);
+        let mut random = fastrand::Rng::with_seed(seed ^ pid as u64);
         append(&folder.join("pids"), &pid.to_string());
         let mut out = std::io::stdout();
         for line in std::io::stdin().lock().lines() {
@@ -77,60 +100,197 @@ mod server {
         }
     }
 
-    /// With one write, so that a line is there whole or not at all.
-    fn append(file: &Path, line: &str) {
-        let file = OpenOptions::new().append(true).create(true).open(file);
-        file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes())).expect("a line in a file");
-    }
-
     pub(super) fn count(folder: &Path, token: u64) -> u64 {
         let effects = std::fs::read_to_string(folder.join("effects")).unwrap_or_default();
         effects.lines().filter(|line| **line == token.to_string()).count() as u64
     }
 }
 
+/// The client: it reads and writes at random times, says what it is told, and ends.
 #[cfg(target_os = "linux")]
-mod rounds {
+mod client {
     use std::{
         collections::HashMap,
-        path::Path,
-        process::ExitCode,
-        sync::{Arc, Mutex},
+        io::Read,
+        path::{Path, PathBuf},
+        sync::{
+            Arc, Mutex,
+            atomic::{AtomicU64, Ordering},
+        },
         time::{Duration, Instant},
     };
 
     use fastrand::Rng;
     use goaround::{
-        BoxError, Call, CallId, Event, InDoubt, Outcome, ReconnectLayer, Stack, WriteSafetyLayer,
+        BoxError, Call, CallId, Event, InDoubt, Outcome, ReconnectLayer, Stack, Verdict, WriteSafetyLayer,
         jsonrpc::{Request, Response},
         stdio::{self, Child},
     };
-    use rustix::process::{Pid, Signal, kill_process};
     use serde_json::json;
     use tokio::{process::Command, task::JoinSet, time::sleep};
 
-    use super::server::count;
+    use super::{append, number};
+
+    pub(super) const CALLS: u64 = 12;
+
+    pub(super) fn run(folder: &Path) {
+        // It ends when whoever started it does.
+        std::thread::spawn(|| {
+            let _ = std::io::stdin().read_to_end(&mut Vec::new());
+            std::process::exit(1);
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(calls(folder));
+    }
+
+    async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
+        let params: serde_json::Value = doubt.request().params()?;
+        let found: u64 = doubt.probe(Request::new("get", params)?.read_only()).await?.parse()?;
+        Ok(if found > 0 { doubt.landed_without_result() } else { doubt.not_landed() })
+    }
+
+    fn child(folder: &Path) -> Child {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.env("GOAROUND_CHAOS_SERVER", folder);
+        // Its effects are its own and end with it.
+        stdio::child(command)
+            .exit_ends_effects()
+            .shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
+    }
+
+    /// For how long this process was held up since it began: stopped, or on a busy machine.
+    fn watch() -> Arc<AtomicU64> {
+        const TICK: Duration = Duration::from_millis(10);
+        let held = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&held);
+        tokio::spawn(async move {
+            loop {
+                let before = Instant::now();
+                sleep(TICK).await;
+                count.fetch_add((before.elapsed() - TICK).as_millis() as u64, Ordering::Relaxed);
+            }
+        });
+        held
+    }
+
+    async fn calls(folder: &Path) {
+        let first = number("GOAROUND_CHAOS_FIRST").unwrap_or_default();
+        let mut random = Rng::with_seed(number("GOAROUND_CHAOS_SEED").unwrap_or_default() ^ first);
+        let tokens: Arc<Mutex<HashMap<CallId, u64>>> = Arc::default();
+        let (known, told) = (Arc::clone(&tokens), folder.join("told"));
+        let stack = Stack::builder(child(folder))
+            .writes(WriteSafetyLayer::new(check).independent_writes())
+            .reconnect(ReconnectLayer::once().crash_loop(50, Duration::from_millis(100)))
+            .on_event(move |event| {
+                if let Event::InDoubt(report) = event
+                    && let Some(token) = known.lock().expect("the calls").get(&report.call)
+                {
+                    append(&told, &format!("doubt {token} {}", report.replayed));
+                }
+            })
+            .build()
+            .expect("a stack");
+        let held = watch();
+        let mut calls = JoinSet::new();
+        for token in first..first + CALLS {
+            let (stack, tokens, held) = (stack.clone(), Arc::clone(&tokens), Arc::clone(&held));
+            let (told, random) = (folder.join("told"), random.fork());
+            calls.spawn(async move { call(token, stack, &tokens, &held, told, random).await });
+        }
+        calls.join_all().await;
+        // The group is gone when this returns: nothing lands any more.
+        stack.shutdown(Duration::ZERO).await;
+    }
+
+    async fn call(
+        token: u64,
+        stack: stdio::Client,
+        tokens: &Mutex<HashMap<CallId, u64>>,
+        held: &AtomicU64,
+        told: PathBuf,
+        mut random: Rng,
+    ) {
+        sleep(Duration::from_millis(random.u64(0..800))).await;
+        let is_write = random.u32(0..100) < 75;
+        // Some are longer than a pipe.
+        let filling = "x".repeat(if random.u32(0..100) < 15 { 200_000 } else { random.usize(0..200) });
+        let method = if is_write { "put" } else { "get" };
+        let mut request = Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
+        if !is_write {
+            request = request.read_only();
+        }
+        let id = request.context_mut().assign_id();
+        tokens.lock().expect("the calls").insert(id, token);
+        let limit = Duration::from_millis(random.u64(300..6_000));
+        append(&told, &format!("begun {token} {method}"));
+        let held_before = held.load(Ordering::Relaxed);
+        let start = Instant::now();
+        let result = stack.send(request.within(limit)).await;
+        let took = start.elapsed();
+        let held = Duration::from_millis(held.load(Ordering::Relaxed) - held_before);
+        // By its own clock; what held the whole process up held up this look at it, too.
+        let is_late = took > limit + held + Duration::from_secs(3);
+        let outcome = match result.as_ref().map_err(goaround::CallError::outcome) {
+            Ok(_) => "ok",
+            Err(Outcome::NotDone) => "not_done",
+            Err(Outcome::NoAnswer) => "no_answer",
+            Err(Outcome::DoneResultLost) => "result_lost",
+            Err(Outcome::Unknown) => "unknown",
+            Err(_) => "other",
+        };
+        append(&told, &format!("told {token} {outcome} {is_late}"));
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod rounds {
+    use std::{
+        collections::BTreeMap,
+        path::{Path, PathBuf},
+        process::{ExitCode, Stdio},
+        time::{Duration, Instant},
+    };
+
+    use fastrand::Rng;
+    use rustix::process::{Pid, Signal, kill_process};
+    use tokio::{
+        process::Command,
+        task::JoinSet,
+        time::{sleep, timeout},
+    };
+
+    use super::{client::CALLS, number, server::count};
 
     /// How many worlds there are side by side.
     const WORLDS: usize = 32;
-    const CALLS: u64 = 12;
+    /// How many clients a world has at most, one after the other.
+    const CLIENTS: u64 = 3;
+    /// Longer than anything takes that does not hang.
+    const PATIENCE: Duration = Duration::from_secs(60);
 
-    #[derive(Default)]
-    struct Tally {
-        writes: u64,
-        landed: u64,
-        unknown: u64,
-        replayed: u64,
-        duplicates: u64,
-        lost: u64,
-        unreported: u64,
-        lies: u64,
-        late: u64,
-        reads: u64,
+    macro_rules! tally {
+        ($($name:ident),*) => {
+            #[derive(Default)]
+            struct Tally { $($name: u64,)* }
+
+            impl Tally {
+                fn add(&mut self, other: &Tally) {
+                    $(self.$name += other.$name;)*
+                }
+
+                fn line(&self) -> String {
+                    [$(format!("{}={}", stringify!($name), self.$name),)*].join(" ")
+                }
+            }
+        };
     }
 
+    tally!(
+        clients, killed, stopped, writes, landed, unknown, replayed, cut_off, reads, duplicates, lost,
+        unreported, lies, late
+    );
+
     pub(super) fn run() -> ExitCode {
-        let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
         let rounds = number("GOAROUND_CHAOS").unwrap_or(200);
         let from = number("GOAROUND_CHAOS_SEED").unwrap_or_else(|| fastrand::u64(..));
         println!("chaos: {rounds} rounds from seed {from}");
@@ -140,158 +300,191 @@ mod rounds {
             let mut tally = Tally::default();
             let mut worlds = JoinSet::new();
             for round in 0..rounds {
-                if worlds.len() >= WORLDS {
-                    tally.add(worlds.join_next().await);
+                if worlds.len() >= WORLDS
+                    && let Some(flown) = worlds.join_next().await
+                {
+                    tally.add(&flown.expect("a round does not panic"));
                 }
                 worlds.spawn(fly(from.wrapping_add(round)));
             }
-            while !worlds.is_empty() {
-                tally.add(worlds.join_next().await);
+            while let Some(flown) = worlds.join_next().await {
+                tally.add(&flown.expect("a round does not panic"));
             }
             tally
         });
-        let Tally { writes, landed, unknown, replayed, duplicates, lost, unreported, lies, late, reads } =
-            tally;
-        println!(
-            "chaos: rounds={rounds} writes={writes} landed={landed} unknown={unknown} replayed={replayed} \
-             reads={reads} duplicates={duplicates} lost={lost} unreported={unreported} lies={lies} late={late} in {:.1}s",
-            start.elapsed().as_secs_f64()
-        );
-        let is_well = duplicates + lost + unreported + lies + late == 0;
+        println!("chaos: rounds={rounds} {} in {:.1}s", tally.line(), start.elapsed().as_secs_f64());
+        let is_well = tally.duplicates + tally.lost + tally.unreported + tally.lies + tally.late == 0;
         // That nothing went wrong proves something only if enough did.
-        let happened = rounds < 100 || (unknown > 0 && replayed > 0 && landed > writes / 4);
+        let happened = rounds < 100
+            || (tally.unknown > 0
+                && tally.replayed > 0
+                && tally.landed > tally.writes / 4
+                && tally.killed > 0
+                && tally.stopped > 0
+                && tally.cut_off > 0);
         if is_well && happened { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-    }
-
-    impl Tally {
-        fn add(&mut self, round: Option<Result<Tally, tokio::task::JoinError>>) {
-            let Some(round) = round else { return };
-            let round = round.expect("a round does not panic");
-            self.writes += round.writes;
-            self.landed += round.landed;
-            self.unknown += round.unknown;
-            self.replayed += round.replayed;
-            self.duplicates += round.duplicates;
-            self.lost += round.lost;
-            self.unreported += round.unreported;
-            self.lies += round.lies;
-            self.late += round.late;
-            self.reads += round.reads;
-        }
-    }
-
-    /// What the events said of a call.
-    #[derive(Clone, Copy, Default)]
-    struct Said {
-        doubts: u64,
-        replayed: bool,
-    }
-
-    async fn check(doubt: InDoubt<Request, Response>) -> Result<goaround::Verdict<Response>, BoxError> {
-        let params: serde_json::Value = doubt.request().params()?;
-        let found: u64 = doubt.probe(Request::new("get", params)?.read_only()).await?.parse()?;
-        Ok(if found > 0 { doubt.landed_without_result() } else { doubt.not_landed() })
-    }
-
-    fn child(folder: &Path, seed: u64) -> Child {
-        let mut command = Command::new(std::env::current_exe().expect("this program"));
-        command.env("GOAROUND_CHAOS_SERVER", folder).env("GOAROUND_CHAOS_SEED", seed.to_string());
-        // Its effects are its own and end with it.
-        stdio::child(command)
-            .exit_ends_effects()
-            .shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
     }
 
     async fn fly(seed: u64) -> Tally {
         let folder = tempfile::tempdir().expect("a folder");
         let mut random = Rng::with_seed(seed);
-        let said: Arc<Mutex<HashMap<CallId, Said>>> = Arc::default();
-        let sink = Arc::clone(&said);
-        let stack = Stack::builder(child(folder.path(), seed))
-            .writes(WriteSafetyLayer::new(check).independent_writes())
-            .reconnect(ReconnectLayer::once().crash_loop(50, Duration::from_millis(100)))
-            .on_event(move |event| {
-                if let Event::InDoubt(report) = event {
-                    let mut said = sink.lock().expect("the events");
-                    let said = said.entry(report.call).or_default();
-                    said.doubts += 1;
-                    said.replayed |= report.replayed;
-                }
-            })
-            .build()
-            .expect("a stack");
         let mischief = tokio::spawn(disturb(folder.path().to_owned(), random.fork()));
-        let mut calls = JoinSet::new();
-        for token in 1..=CALLS {
-            let (stack, mut random) = (stack.clone(), random.fork());
-            calls.spawn(async move {
-                sleep(Duration::from_millis(random.u64(0..800))).await;
-                let is_write = random.u32(0..100) < 75;
-                // Some are longer than a pipe.
-                let filling =
-                    "x".repeat(if random.u32(0..100) < 15 { 200_000 } else { random.usize(0..200) });
-                let method = if is_write { "put" } else { "get" };
-                let mut request =
-                    Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
-                if !is_write {
-                    request = request.read_only();
-                }
-                let id = request.context_mut().assign_id();
-                let limit = Duration::from_millis(random.u64(300..6_000));
-                let start = Instant::now();
-                let told = stack.send(request.within(limit)).await;
-                // Real clocks and a busy machine: what is not bound at all is found all the same.
-                let late = start.elapsed() > limit + Duration::from_secs(20);
-                (token, is_write, id, told, late)
-            });
-        }
-        let told = calls.join_all().await;
-        mischief.abort();
-        // The group is gone when this returns: nothing lands any more.
-        stack.shutdown(Duration::ZERO).await;
-        let said = said.lock().expect("the events").clone();
         let mut tally = Tally::default();
-        for (token, is_write, id, told, late) in told {
-            tally.late += u64::from(late);
-            if !is_write {
-                tally.reads += 1;
-                continue;
-            }
-            let effects = count(folder.path(), token);
-            let said = said.get(&id).copied().unwrap_or_default();
-            tally.writes += 1;
-            tally.landed += u64::from(effects > 0);
-            tally.duplicates += u64::from(effects > 1);
-            tally.replayed += u64::from(said.replayed);
-            let outcome = told.as_ref().err().map(goaround::CallError::outcome);
-            tally.unknown += u64::from(outcome == Some(Outcome::Unknown));
-            match outcome {
-                None | Some(Outcome::DoneResultLost) => tally.lost += u64::from(effects == 0),
-                Some(Outcome::NotDone) => tally.lies += u64::from(effects > 0),
-                Some(Outcome::Unknown) => {}
-                _ => tally.lies += 1,
-            }
-            if matches!(outcome, Some(Outcome::Unknown | Outcome::DoneResultLost)) {
-                tally.unreported += u64::from(said.doubts != 1);
-            }
-            if effects > 1 || (outcome == Some(Outcome::NotDone) && effects > 0) {
-                println!("chaos: seed {seed}, write {token}: {effects} effects, told {told:?}");
+        for client in 0..CLIENTS {
+            let killed = tally.killed;
+            // Each has calls of its own.
+            live(folder.path(), seed, 1 + client * CALLS, &mut random, &mut tally).await;
+            if tally.killed == killed {
+                break;
             }
         }
+        mischief.abort();
+        let _ = mischief.await;
+        end_servers(folder.path()).await;
+        judge(folder.path(), seed, &mut tally);
         tally
     }
 
+    /// A client's life: it is stopped now and then, and perhaps killed.
+    async fn live(folder: &Path, seed: u64, first: u64, random: &mut Rng, tally: &mut Tally) {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command
+            .env("GOAROUND_CHAOS_CLIENT", folder)
+            .env("GOAROUND_CHAOS_SEED", seed.to_string())
+            .env("GOAROUND_CHAOS_FIRST", first.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .kill_on_drop(true);
+        let mut client = command.spawn().expect("a client");
+        let pid = client.id().and_then(|pid| Pid::from_raw(pid as i32)).expect("a process");
+        // `wait` would close it, and the client end.
+        let stdin = client.stdin.take();
+        tally.clients += 1;
+        let start = Instant::now();
+        let dies_after = (random.u32(0..100) < 40).then(|| Duration::from_millis(random.u64(30..1_500)));
+        let is_due = || dies_after.is_some_and(|after| start.elapsed() >= after);
+        loop {
+            if let Ok(ended) = timeout(Duration::from_millis(random.u64(10..300)), client.wait()).await {
+                let status = ended.expect("a client that can be waited for");
+                assert!(status.success(), "chaos: seed {seed}, the client from {first} ended with {status}");
+                break;
+            }
+            if !is_due() && random.u32(0..100) < 40 {
+                tally.stopped += u64::from(kill_process(pid, Signal::STOP).is_ok());
+                sleep(Duration::from_millis(random.u64(0..600))).await;
+                // Some are killed while they stand still.
+                if !is_due() {
+                    let _ = kill_process(pid, Signal::CONT);
+                }
+            }
+            let hangs = start.elapsed() > PATIENCE;
+            if is_due() || hangs {
+                client.kill().await.expect("a client that can be killed");
+                tally.killed += u64::from(!hangs);
+                tally.late += u64::from(hangs);
+                break;
+            }
+        }
+        drop(stdin);
+    }
+
+    /// What clients were told, against what is there.
+    fn judge(folder: &Path, seed: u64, tally: &mut Tally) {
+        #[derive(Default)]
+        struct Call<'a> {
+            is_write: bool,
+            doubts: u64,
+            replayed: bool,
+            outcome: Option<&'a str>,
+            is_late: bool,
+        }
+        let said = std::fs::read_to_string(folder.join("told")).unwrap_or_default();
+        let mut calls = BTreeMap::<u64, Call<'_>>::new();
+        for line in said.lines() {
+            let words: Vec<&str> = line.split(' ').collect();
+            let call = calls.entry(words[1].parse().expect("a token")).or_default();
+            match words[..] {
+                ["begun", _, method] => call.is_write = method == "put",
+                ["doubt", _, replayed] => {
+                    call.doubts += 1;
+                    call.replayed |= replayed == "true";
+                }
+                ["told", _, outcome, late] => (call.outcome, call.is_late) = (Some(outcome), late == "true"),
+                _ => panic!("{line}"),
+            }
+        }
+        for (token, call) in calls {
+            tally.late += u64::from(call.is_late);
+            tally.cut_off += u64::from(call.outcome.is_none());
+            if !call.is_write {
+                tally.reads += 1;
+                tally.lies +=
+                    u64::from(!matches!(call.outcome, None | Some("ok" | "no_answer" | "not_done")));
+                continue;
+            }
+            let effects = count(folder, token);
+            tally.writes += 1;
+            tally.landed += u64::from(effects > 0);
+            tally.duplicates += u64::from(effects > 1);
+            tally.replayed += u64::from(call.replayed);
+            tally.unknown += u64::from(call.outcome == Some("unknown"));
+            match call.outcome {
+                Some("ok" | "result_lost") => tally.lost += u64::from(effects == 0),
+                Some("not_done") => tally.lies += u64::from(effects > 0),
+                None | Some("unknown") => {}
+                Some(_) => tally.lies += 1,
+            }
+            let must = matches!(call.outcome, Some("unknown" | "result_lost"));
+            tally.unreported += u64::from(call.doubts > 1 || (must && call.doubts == 0));
+            if effects > 1 || (call.outcome == Some("not_done") && effects > 0) {
+                println!("chaos: seed {seed}, write {token}: {effects} effects, told {:?}", call.outcome);
+            }
+        }
+    }
+
+    // ===== Servers =====
+
+    fn servers(folder: &Path) -> Vec<Pid> {
+        let pids = std::fs::read_to_string(folder.join("pids")).unwrap_or_default();
+        let pids = pids.lines().filter_map(|pid| Pid::from_raw(pid.parse().ok()?));
+        // Not whoever has its number now.
+        let exe = std::env::current_exe().ok();
+        let is_ours = |pid: &Pid| {
+            let has = |variable: &str| {
+                let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+                environment.split(|byte| *byte == 0).any(|set| {
+                    set.strip_prefix(variable.as_bytes()) == Some(folder.as_os_str().as_encoded_bytes())
+                })
+            };
+            std::fs::read_link(format!("/proc/{pid}/exe")).ok() == exe && has("GOAROUND_CHAOS_SERVER=")
+        };
+        pids.filter(is_ours).collect()
+    }
+
+    /// Waits until nobody is left who could write: a killed client's server ends when its input does, but not as long
+    /// as it is stopped.
+    async fn end_servers(folder: &Path) {
+        let start = Instant::now();
+        // One that has just been started has not said yet that it is there.
+        sleep(Duration::from_millis(50)).await;
+        loop {
+            let left = servers(folder);
+            if left.is_empty() {
+                return;
+            }
+            let signal = if start.elapsed() < PATIENCE { Signal::CONT } else { Signal::KILL };
+            for pid in left {
+                let _ = kill_process(pid, signal);
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Kills, stops and continues the server that runs.
-    async fn disturb(folder: std::path::PathBuf, mut random: Rng) {
+    async fn disturb(folder: PathBuf, mut random: Rng) {
         loop {
             sleep(Duration::from_millis(random.u64(20..700))).await;
-            let pids = std::fs::read_to_string(folder.join("pids")).unwrap_or_default();
-            let last = pids.lines().last().and_then(|pid| Pid::from_raw(pid.parse().ok()?));
-            // Not whoever has its number now.
-            let is_ours = |pid: &Pid| {
-                std::fs::read_link(format!("/proc/{pid}/exe")).ok() == std::env::current_exe().ok()
-            };
-            let Some(pid) = last.filter(is_ours) else { continue };
+            let Some(pid) = servers(&folder).pop() else { continue };
             match random.u32(0..100) {
                 0..35 => drop(kill_process(pid, Signal::KILL)),
                 35..40 => drop(kill_process(pid, Signal::TERM)),

@@ -108,7 +108,17 @@ pub type Client = crate::Stack<Stdio, Request, jsonrpc::Response>;
 /// # }
 /// ```
 pub fn stdio(command: Command) -> Stdio {
-    Stdio { child: stdio::child(command), settings: Settings::default(), memory: Arc::default() }
+    Stdio { child: stdio::child(command), pipes: None, settings: Settings::default(), memory: Arc::default() }
+}
+
+/// The same over pipes that somebody else makes, and no child: for the simulator, whose servers are no processes.
+#[doc(hidden)]
+pub fn over<F, C>(connect: F) -> Stdio
+where
+    F: Fn(jsonrpc::Builder) -> C + Send + Sync + 'static,
+    C: Future<Output = Result<jsonrpc::Client, BoxError>> + Send + 'static,
+{
+    Stdio { pipes: Some(Arc::new(connection::Pipes(connect))), ..stdio(Command::new("")) }
 }
 
 /// The connector for MCP servers that are child processes. [`stdio`](stdio()) makes one.
@@ -124,6 +134,8 @@ pub fn stdio(command: Command) -> Stdio {
 /// the list of tools.
 pub struct Stdio {
     child: Child,
+    /// What is connected to in the child's place.
+    pipes: Option<Arc<dyn connection::Open>>,
     settings: Settings,
     memory: Arc<Memory>,
 }
@@ -240,8 +252,10 @@ impl Stdio {
         self.child(|child| child.max_in_flight(calls))
     }
 
-    pub(crate) fn register_with(&mut self, registrar: crate::write_safety::ledger::Registrar) {
+    /// `false` if it starts no process.
+    pub(crate) fn register_with(&mut self, registrar: crate::write_safety::ledger::Registrar) -> bool {
         self.child.register_with(registrar);
+        self.pipes.is_none()
     }
 
     fn child(mut self, change: impl FnOnce(Child) -> Child) -> Self {
@@ -253,7 +267,7 @@ impl Stdio {
     /// offered has a handshake.
     pub(crate) fn validate(&self) -> Result<(), BoxError> {
         self.settings.validate()?;
-        self.child.validate()
+        if self.pipes.is_some() { Ok(()) } else { self.child.validate() }
     }
 
     pub(crate) fn reaper(&self) -> crate::connection::Reaper {
@@ -278,8 +292,11 @@ impl Service<()> for Stdio {
     }
 
     fn call(&mut self, (): ()) -> Self::Future {
-        let settings = Arc::new(self.settings.clone());
-        Box::pin(connection::connect(self.child.share(), settings, self.memory.clone()))
+        let (settings, memory) = (Arc::new(self.settings.clone()), self.memory.clone());
+        match &self.pipes {
+            None => Box::pin(connection::connect(self.child.share(), settings, memory)),
+            Some(pipes) => Box::pin(connection::connect(Arc::clone(pipes), settings, memory)),
+        }
     }
 }
 

@@ -679,7 +679,10 @@ impl Connection {
 
     fn request(&self, request: Request) -> ResponseFuture {
         let inner = self.inner();
-        if request.context().basis() == Basis::TrustedAnnotation && !inner.upholds(&request) {
+        if request.context().basis() == Basis::TrustedAnnotation
+            && !inner.upholds(&request)
+            && !off!(Annotation)
+        {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
         }
         if request.cursor().is_some_and(|cursor| !inner.takes_cursor(cursor)) {

@@ -801,7 +801,7 @@ where
                     (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
                 }
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
-                self.parts.current = Attempted::bounded(&mut request, end);
+                self.parts.current = Attempted::bounded(&mut request, end.filter(|_| !off!(WindowWait)));
             }
         }
         // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
@@ -818,6 +818,7 @@ where
     fn close_by_key(&self) {
         if let Some(replay) = self.replay.as_deref()
             && self.key_end(replay).is_err()
+            && !off!(WindowWait)
         {
             self.parts.current.activity.close();
         }

@@ -194,6 +194,16 @@ pub const GUARDS: &[Control] = {
             Favours::Windows,
             guard("the wall clock ignored", Kind::Full, Guard::WallClock, &["duplicates"]),
         ),
+        in_worlds_with(
+            Favours::Windows,
+            guard(
+                "a key's window ignored by a replay that waits",
+                Kind::Full,
+                Guard::WindowWait,
+                &["duplicates"],
+            ),
+        ),
+        guard("an annotation that is taken back ignored", Kind::Full, Guard::Annotation, &["duplicates"]),
     ]
 };
 

@@ -4,7 +4,7 @@ use std::{
     future::{Future, poll_fn},
     pin::pin,
     sync::Arc,
-    task::Poll,
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -24,7 +24,7 @@ use tower::Service;
 use crate::{
     judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
     ledger::Store,
-    world::{Branch, CANARIES, Favours, Lies, Seen, World, ms, note},
+    world::{Branch, CANARIES, Favours, Lies, Seen, Sort, World, ms, note},
 };
 
 /// What is sent over what.
@@ -39,8 +39,7 @@ pub trait Harness: 'static {
         + Send
         + 'static;
 
-    /// Whether the server's errors mean nothing but that it refuses.
-    const PLAIN: bool;
+    const SORT: Sort;
 
     fn connector(world: &World) -> Self::Connector;
     /// A write of that token.
@@ -74,7 +73,7 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     fastrand::seed(seed);
     let builder = &mut tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build().unwrap();
-    let world = runtime.block_on(async { World::new(seed, lies, H::PLAIN, record) });
+    let world = runtime.block_on(async { World::new(seed, lies, H::SORT, record) });
     let mut rng = Rng::with_seed(seed ^ 0x5eed);
     let ends_early = (rng.u32(0..100) < 6).then(|| ms(rng.u64(100..20_000)));
     runtime.block_on(async {
@@ -87,6 +86,10 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     drop(runtime);
     judge(&world);
     world.clear();
+    let wakers = world.kept_wakers();
+    if wakers > 0 {
+        world.wrong(Wrong::Leak(format!("{wakers} wakers")));
+    }
     if world.holders() > 1 {
         world.wrong(Wrong::Leak(format!("{} hold the world", world.holders() - 1)));
     }
@@ -99,7 +102,6 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
 struct Counted {
     throttle: Throttle,
     world: World,
-    off: bool,
 }
 
 impl Budget for Counted {
@@ -114,7 +116,7 @@ impl Budget for Counted {
         } else {
             self.world.cover(Branch::RetrySuppressed);
         }
-        allowed || self.off
+        allowed
     }
 }
 
@@ -168,11 +170,20 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
 
 fn stack<H: Harness>(world: &World, rng: &mut Rng, default: Duration) -> Stacked<H> {
     let writes = layer::<H>(world, rng);
-    let budget = Counted { throttle: Throttle::default(), world: world.clone(), off: false };
-    let retry = RetryReadOnly
-        .attempts(rng.u32(1..5))
-        .attempt_timeout(ms(rng.u64(500..6_000)))
-        .budget(Arc::new(budget));
+    let throttle = match rng.u32(0..4) {
+        0 => Throttle::new(rng.u32(1..5), 50), // tight
+        1 => Throttle::new(100, 1_000),        // loose
+        _ => Throttle::default(),
+    };
+    let budget = Counted { throttle, world: world.clone() };
+    let attempts = rng.u32(1..5);
+    {
+        // And one after a closure, whatever the attempts. After a crash there is another stack.
+        let mut state = world.lock();
+        state.most_reads = state.most_reads.max(attempts + 1);
+    }
+    let retry =
+        RetryReadOnly.attempts(attempts).attempt_timeout(ms(rng.u64(500..6_000))).budget(Arc::new(budget));
     let reconnect = ReconnectLayer::once()
         .connect_timeout(ms(rng.u64(2_000..30_000)))
         .crash_loop(rng.u32(2..6), ms(rng.u64(1_000..20_000)));
@@ -218,6 +229,12 @@ fn heed(world: &World, event: Event<'_>) {
         && r.reason.as_ref().is_some_and(|reason| reason.contains("another write was handed over since"))
     {
         state.covered |= 1 << Branch::OtherWriteSince as u64;
+    }
+    if let Event::InDoubt(r) = event
+        && let Some(reason) = &r.reason
+    {
+        let over = reason.contains("the time is over for which the server keeps the key");
+        state.covered |= u64::from(over) << Branch::WindowPassed as u64;
     }
     if let Event::InDoubt(r) = event
         && r.replayed
@@ -346,7 +363,7 @@ impl Caller {
         note!(world, "{what} {token} after {took:?}: {}", said(&told));
         let told: Told = told.map(|told| {
             let count = told.map(|response| H::count(&response));
-            count.map(|count| debug_assert!(!self.is_write || count == token))
+            count.map(|count| debug_assert!(!self.is_write || count == token || world.plan().annotated))
         });
         if self.is_write {
             judge_now(&world, token, &told);
@@ -356,9 +373,16 @@ impl Caller {
                 goaround::Cause::Refused(Refusal::CrashLoop(_)) => world.cover(Branch::CrashLoop),
                 goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => world.cover(Branch::KeyRefused),
                 goaround::Cause::Deadline => world.cover(Branch::DeadlinePassed),
+                goaround::Cause::Refused(Refusal::EffectChanged) => world.cover(match error.outcome() {
+                    _ if error.effect().is_write() => Branch::EffectGrown,
+                    Outcome::NotDone => Branch::EffectChanged,
+                    _ => Branch::EffectChangedInDoubt,
+                }),
                 _ => {}
             }
         }
+        // A server to which it is a read has written nothing that could be overwritten.
+        let landed = world.effects(token) > 0;
         let mut state = world.lock();
         let now = state.tick();
         let Some(seen) = state.calls.get_mut(&token) else { return };
@@ -368,7 +392,7 @@ impl Caller {
             None => seen.reports.abandoned > 0,
         };
         seen.in_doubt = (in_doubt && self.is_write).then_some(now);
-        seen.acknowledged = matches!(told, Some(Ok(()))).then_some(now);
+        seen.acknowledged = (matches!(told, Some(Ok(()))) && landed).then_some(now);
         seen.told = told;
     }
 
@@ -379,13 +403,16 @@ impl Caller {
     ) -> Option<Result<T, CallError>> {
         let mut polls = 0;
         let mut sending = pin!(sending);
+        let mut waker = None;
         let sending = poll_fn(|cx| {
+            // Of its own, so that it is seen if somebody keeps it for ever.
+            let waker = &*waker.get_or_insert_with(|| world.waker(cx.waker()));
             if self.leaves_at_poll.is_some_and(|most| polls >= most) {
                 world.cover(Branch::AbandonedAtPoll);
                 return Poll::Ready(None);
             }
             polls += 1;
-            sending.as_mut().poll(cx).map(Some)
+            sending.as_mut().poll(&mut Context::from_waker(waker)).map(Some)
         });
         match self.leaves_after {
             Some(after) => timeout(after, sending).await.ok().flatten(),
@@ -588,6 +615,8 @@ async fn check<H: Harness>(
     }
     if world.effects(token) > 0 {
         world.cover(Branch::CheckStale);
+    } else {
+        world.lock().found_absent.insert(token);
     }
     Ok(match lies.because {
         true => doubt.not_landed_because("it is not there"),

@@ -15,7 +15,8 @@ use std::{
 
 use goaround::{
     BoxError, Call as _, CallError, Cause, Delivery, Effect, Evidence,
-    jsonrpc::{Client, Request, Response, ResponseFuture},
+    jsonrpc::{Builder, Client, Request, Response, ResponseFuture},
+    mcp,
     write_safety::{KeyedAnswer, KeyedWrites},
 };
 use serde::{Deserialize, Serialize};
@@ -28,7 +29,7 @@ use tower::Service;
 use crate::{
     fly::Harness,
     lean::{connect, with_exit},
-    world::{Branch, Favours, Process, Reply, World, ms, note},
+    world::{Branch, Hint, Process, Reply, Sort, World, ms, note},
 };
 
 /// The longest message that clients keep, in bytes. Some answers are longer.
@@ -39,22 +40,87 @@ struct Params {
     t: u32,
 }
 
-fn put(token: u32, effect: Effect) -> Request {
-    Request::new("put", Params { t: token }).unwrap().as_effect(effect)
+/// What is said in methods of the server's own.
+mod methods {
+    use super::*;
+
+    pub(super) fn put(token: u32, effect: Effect) -> Request {
+        Request::new("put", Params { t: token }).unwrap().as_effect(effect)
+    }
+
+    pub(super) fn get(token: u32) -> Request {
+        Request::new("get", Params { t: token }).unwrap().read_only()
+    }
+
+    pub(super) fn key() -> KeyedWrites<Request, Response> {
+        KeyedWrites::param("/key")
+    }
+
+    pub(super) fn token(request: &Request) -> u32 {
+        request.params::<Params>().unwrap().t
+    }
+
+    pub(super) fn count(response: &Response) -> u32 {
+        response.parse().unwrap()
+    }
+
+    pub(super) fn response(token: u32) -> Response {
+        Response::new(token).unwrap()
+    }
 }
 
-fn get(token: u32) -> Request {
-    Request::new("get", Params { t: token }).unwrap().read_only()
-}
+/// What is said in calls of MCP's tools. What they may do nobody says here: the server's annotations do.
+mod tools {
+    use super::*;
 
-fn token(request: &Request) -> u32 {
-    request.params::<Params>().unwrap().t
+    #[derive(Serialize, Deserialize)]
+    struct Tool<'a> {
+        name: &'a str,
+        arguments: Params,
+    }
+
+    #[derive(Serialize, Deserialize)]
+    struct Found {
+        n: u32,
+    }
+
+    fn call(name: &str, token: u32) -> Request {
+        Request::new("tools/call", Tool { name, arguments: Params { t: token } }).unwrap()
+    }
+
+    pub(super) fn put(token: u32, effect: Effect) -> Request {
+        call(if effect == Effect::Idempotent { "set" } else { "put" }, token)
+    }
+
+    pub(super) fn get(token: u32) -> Request {
+        call("get", token)
+    }
+
+    pub(super) fn key() -> KeyedWrites<Request, Response> {
+        KeyedWrites::argument("/key")
+    }
+
+    pub(super) fn token(request: &Request) -> u32 {
+        let params = request.raw_params().unwrap().get();
+        serde_json::from_str::<Tool<'_>>(params).unwrap().arguments.t
+    }
+
+    pub(super) fn count(response: &Response) -> u32 {
+        response.parse::<Found>().unwrap().n
+    }
+
+    pub(super) fn response(token: u32) -> Response {
+        Response::new(Found { n: token }).unwrap()
+    }
 }
 
 /// Our key goes along, and what the server says to a key that it has is read if the plan says so.
-fn keyed(world: &World) -> Option<KeyedWrites<Request, Response>> {
+fn keyed(
+    world: &World,
+    key: impl FnOnce() -> KeyedWrites<Request, Response>,
+) -> Option<KeyedWrites<Request, Response>> {
     let keeps = world.plan().keeps_keys?;
-    let keyed = KeyedWrites::param("/key").honoured_for(ms(keeps));
+    let keyed = key().honoured_for(ms(keeps));
     let keyed = keyed.answers(|answer: Result<&Response, &CallError>| {
         let answer = answer.err()?.answer()?;
         match answer.code {
@@ -66,12 +132,8 @@ fn keyed(world: &World) -> Option<KeyedWrites<Request, Response>> {
     Some(keyed)
 }
 
-fn count(response: &Response) -> u32 {
-    response.parse().unwrap()
-}
-
 macro_rules! harness {
-    ($name:ident, $connection:ty, $connector:ty, $make:expr, $plain:literal) => {
+    ($name:ident, $connection:ty, $connector:ty, $make:expr, $sort:ident, $says:ident) => {
         pub enum $name {}
 
         impl Harness for $name {
@@ -79,41 +141,42 @@ macro_rules! harness {
             type Res = Response;
             type Conn = $connection;
             type Connector = $connector;
-            const PLAIN: bool = $plain;
+            const SORT: Sort = Sort::$sort;
 
             fn connector(world: &World) -> $connector {
                 $make(world.clone())
             }
 
             fn put(token: u32, effect: Effect) -> Request {
-                put(token, effect)
+                $says::put(token, effect)
             }
 
             fn keyed(world: &World) -> Option<KeyedWrites<Request, Response>> {
-                keyed(world)
+                keyed(world, $says::key)
             }
 
             fn get(token: u32) -> Request {
-                get(token)
+                $says::get(token)
             }
 
             fn token(request: &Request) -> u32 {
-                token(request)
+                $says::token(request)
             }
 
             fn count(response: &Response) -> u32 {
-                count(response)
+                $says::count(response)
             }
 
             fn response(token: u32) -> Response {
-                Response::new(token).unwrap()
+                $says::response(token)
             }
         }
     };
 }
 
-harness!(Wrapped, Adapter, Wrapping, Wrapping, false);
-harness!(Plain, Client, Connector, Connector, true);
+harness!(Wrapped, Adapter, Wrapping, Wrapping, Meaning, methods);
+harness!(Plain, Client, Connector, Connector, Plain, methods);
+harness!(Annotated, mcp::Connection, mcp::Stdio, annotated, Annotated, tools);
 
 // ===== Connectors =====
 
@@ -160,14 +223,28 @@ impl Service<()> for Wrapping {
     }
 }
 
+/// Connects MCP's sessions, whose servers say what their tools do.
+fn annotated(world: World) -> mcp::Stdio {
+    let connector = mcp::over(move |builder| {
+        let world = world.clone();
+        async move { Ok(start_with(&world, builder).await?.0) }
+    });
+    let tools = mcp::ToolRules::new().read_only(["get"]).trust_annotations();
+    connector.era(mcp::Era::Initialize).tools(tools)
+}
+
 async fn start(world: &World) -> Result<(Client, Process), BoxError> {
+    start_with(world, Client::builder()).await
+}
+
+async fn start_with(world: &World, builder: Builder) -> Result<(Client, Process), BoxError> {
     connect(world).await?;
     let process = world.start_process();
     let pipe = Arc::new(Pipe { process: process.clone(), state: Mutex::default() });
     let hook = Arc::clone(&pipe);
     process.on_close(move || hook.end());
     let plan = world.plan();
-    let mut builder = Client::builder().max_line(MAX_LINE);
+    let mut builder = builder.max_line(MAX_LINE);
     if !plan.leaks || plan.lies.exact_writes {
         builder = builder.exact_writes();
     }
@@ -196,7 +273,7 @@ impl Service<Request> for Adapter {
     }
 
     fn call(&mut self, request: Request) -> Adapted {
-        self.process.handed(token(&request));
+        self.process.handed(methods::token(&request));
         Adapted { future: self.client.request(request), process: self.process.clone() }
     }
 }
@@ -369,6 +446,10 @@ impl Pipe {
             digits[..digits.find(|c: char| !c.is_ascii_digit())?].parse().ok()
         };
         let token = number("\"t\":").unwrap_or_default() as u32;
+        let id = number("\"id\":").unwrap_or_default();
+        if self.world().plan().annotated && self.read_of_session(line, id) {
+            return;
+        }
         if line.contains("\"notifications/cancelled\"") {
             let cancel = number("\"requestId\":").and_then(|id| self.lock().cancels.remove(&id));
             if let Some(cancel) = cancel
@@ -379,14 +460,20 @@ impl Pipe {
             }
             return;
         }
-        let id = number("\"id\":").unwrap_or_default();
         if line.contains("\"ping\"") {
             return self.answer(id, Reply::Done, 0);
         }
         let pipe = Arc::clone(self);
-        if line.contains("\"get\"") {
+        let is_get = line.contains("\"get\"");
+        // What it does is what this process says of it.
+        let is_read = is_get || pipe.process.hint(line.contains("\"set\"")) == Hint::ReadOnly;
+        if is_read {
             tokio::spawn(async move {
                 let reply = pipe.process.get(token).await;
+                if !is_get && matches!(reply, Reply::Count(_)) {
+                    pipe.world().lock().answered_as_read.insert(token);
+                    pipe.world().cover(Branch::AnsweredAsRead);
+                }
                 pipe.answer(id, reply, token);
             });
             return;
@@ -404,8 +491,48 @@ impl Pipe {
         });
     }
 
+    /// The server has read a message that may be of the session; whether it was.
+    fn read_of_session(self: &Arc<Self>, line: &str, id: u64) -> bool {
+        let result = match line {
+            _ if line.contains("\"initialize\"") => concat!(
+                r#"{"protocolVersion":"2025-11-25","capabilities":{"tools":{}},"#,
+                r#""serverInfo":{"name":"world","version":"1"}}"#
+            )
+            .to_owned(),
+            _ if line.contains("\"notifications/initialized\"") => return true,
+            _ if line.contains("\"tools/list\"") => {
+                if self.world().fault(5) {
+                    self.world().cover(Branch::NoAnnotations);
+                    self.answer(id, Reply::Error, 0);
+                    return true;
+                }
+                let tool = |name: &str, idempotent| {
+                    let hints = match self.process.hint(idempotent) {
+                        Hint::None => "",
+                        Hint::ReadOnly => r#","annotations":{"readOnlyHint":true}"#,
+                        Hint::Destructive => r#","annotations":{"destructiveHint":true}"#,
+                        Hint::Idempotent => r#","annotations":{"idempotentHint":true}"#,
+                    };
+                    format!(r#"{{"name":"{name}"{hints}}}"#)
+                };
+                format!(r#"{{"tools":[{},{}]}}"#, tool("put", false), tool("set", true))
+            }
+            _ => {
+                self.process.begin();
+                return false;
+            }
+        };
+        note!(self.world(), "process {}: says {result}", self.process.number);
+        self.write_out(format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{result}}}\n").as_bytes());
+        true
+    }
+
     fn answer(self: &Arc<Self>, id: u64, reply: Reply, token: u32) {
-        let result = |result: u32| format!("\"result\":{result}");
+        let annotated = self.world().plan().annotated;
+        let result = |result: u32| match annotated {
+            true => format!("\"result\":{{\"n\":{result}}}"),
+            false => format!("\"result\":{result}"),
+        };
         let error = |code: i64, data: u64| {
             format!("\"error\":{{\"code\":{code},\"message\":\"no\",\"data\":{data}}}")
         };
@@ -428,11 +555,7 @@ impl Pipe {
         };
         note!(world, "process {}: answers {id}: {reply:?}", self.process.number);
         let line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},{said}}}\n").into_bytes();
-        let way = if world.fault(20) && world.plan().favours != Favours::Windows {
-            world.lock().rng.u32(0..4)
-        } else {
-            9
-        };
+        let way = if world.fault(20) { world.lock().rng.u32(0..4) } else { 9 };
         match way {
             // In two parts.
             0 => {

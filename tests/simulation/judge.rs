@@ -69,7 +69,8 @@ impl Wrong {
 /// Whether nobody knows whether the write was applied.
 pub fn is_in_doubt(error: &CallError) -> bool {
     match error.outcome() {
-        Outcome::Unknown => true,
+        // What was taken for a read is none, whatever the next server says of it.
+        Outcome::Unknown => error.effect().is_write(),
         Outcome::Answered => error.may_have_landed(),
         _ => false,
     }
@@ -82,7 +83,7 @@ pub fn judge_now(world: &World, token: u32, told: &Told) {
         Some(Err(error)) => error.outcome() == Outcome::DoneResultLost,
         None => false,
     };
-    if landed && world.effects(token) == 0 {
+    if landed && world.effects(token) == 0 && !world.lock().answered_as_read.contains(&token) {
         world.wrong(Wrong::Lost { write: token });
     }
 }
@@ -114,6 +115,10 @@ fn judge_read(world: &World, call: u32, seen: &Seen) {
     let Reports { calls, doubts, abandoned } = seen.reports;
     if calls > 1 || doubts + abandoned > 0 {
         world.wrong(Wrong::Report { write: call, what: "of a read", reports: format!("{:?}", seen.reports) });
+    }
+    let (asked, most) = (world.asked(call), world.lock().most_reads);
+    if asked > most && !seen.crashed {
+        world.wrong(Wrong::Attempts { call, arrived: asked as usize });
     }
     let Some(Err(error)) = &seen.told else { return };
     let lie = match error.outcome() {
@@ -164,18 +169,22 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
         Some(Err(error)) => {
             let outcome = error.outcome();
             let must = matches!(outcome, Outcome::Unknown | Outcome::DoneResultLost);
-            if must && doubts == 0 {
-                wrong_report("no doubt");
+            match error.effect().is_write() {
+                true if must && doubts == 0 => wrong_report("no doubt"),
+                // It was taken for a read, which never is in doubt; it is reported as a call of more than one attempt.
+                false if must && calls == 0 => wrong_report("nothing"),
+                false if doubts + abandoned > 0 => wrong_report("of a read"),
+                _ => {}
             }
             match outcome {
                 Outcome::NotDone if effects > 0 && !seen.again => lie(error),
                 Outcome::Answered if effects > 0 && !error.may_have_landed() && !seen.again => lie(error),
-                Outcome::NoAnswer => lie(error),
+                Outcome::NoAnswer if effects > 0 || !world.plan().annotated => lie(error),
                 _ => {}
             }
             match outcome {
                 Outcome::NotDone if doubts > 0 => Branch::NotDoneAfterDoubt,
-                Outcome::Unknown => Branch::Unknown,
+                Outcome::Unknown if doubts > 0 => Branch::Unknown,
                 Outcome::DoneResultLost => Branch::ResultLost,
                 Outcome::Answered if error.may_have_landed() => Branch::AnsweredAfterDoubt,
                 _ => return,
@@ -228,7 +237,11 @@ pub fn judge_memory(world: &World, listed: &[Entry]) {
     let state = world.lock();
     for (call, token) in &state.tokens {
         let Some(seen) = state.calls.get(token).filter(|seen| seen.is_write && !seen.again) else { continue };
-        let is_listed = listed.iter().any(|entry| entry.id.call() == *call);
+        let times = listed.iter().filter(|entry| entry.id.call() == *call).count();
+        let is_listed = times > 0;
+        if times > 1 {
+            found.push(Wrong::Ledger { write: *token, what: "it is listed twice" });
+        }
         let expected = match &seen.told {
             Some(Ok(())) => false,
             Some(Err(error)) => is_in_doubt(error),

@@ -21,7 +21,7 @@ use tower::Service;
 
 use crate::{
     fly::Harness,
-    world::{Branch, Favours, Process, Reply, World, note},
+    world::{Branch, Favours, Process, Reply, Sort, World, note},
 };
 
 pub enum Lean {}
@@ -31,7 +31,7 @@ impl Harness for Lean {
     type Res = u32;
     type Conn = Connection;
     type Connector = Connector;
-    const PLAIN: bool = false;
+    const SORT: Sort = Sort::Meaning;
 
     fn connector(world: &World) -> Connector {
         Connector(world.clone())
@@ -87,8 +87,13 @@ impl Service<()> for Connector {
 
 /// What comes before a connection is there.
 pub async fn connect(world: &World) -> Result<(), BoxError> {
-    world.connecting();
-    sleep(world.wait(if world.plan().favours == Favours::SlowConnects { 15_000 } else { 2_000 })).await;
+    let _connecting = world.connecting();
+    let most = match world.plan().favours {
+        Favours::SlowConnects => 15_000,
+        Favours::Windows => 6_000,
+        _ => 2_000,
+    };
+    sleep(world.wait(most)).await;
     if world.fault(world.plan().faults.connect_hangs) {
         world.cover(Branch::ConnectHung);
         return pending().await;

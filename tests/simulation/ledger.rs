@@ -9,7 +9,10 @@ use goaround::{
 };
 use tokio::time::{Instant, sleep};
 
-use crate::world::{Branch, World, note};
+use crate::{
+    judge::Wrong,
+    world::{Branch, World, note},
+};
 
 /// What is stored.
 #[derive(Default)]
@@ -79,8 +82,11 @@ impl Ledger for Store {
         }
         let (id, revision) = (entry.id, entry.revision);
         state.runs.insert(id, run);
-        state.book.entries.insert(id, entry);
+        let before = state.book.entries.insert(id, entry);
         drop(state);
+        if before.is_some() {
+            self.world.twice(id);
+        }
         note!(self.world, "ledger: entered");
         if acknowledged { Ok(revision) } else { Err(unavailable()) }
     }
@@ -145,6 +151,11 @@ impl Ledger for Store {
 impl World {
     pub fn book(&self) -> Vec<Entry> {
         self.lock().book.entries.values().cloned().collect()
+    }
+
+    fn twice(&self, id: EntryId) {
+        let token = self.lock().tokens.get(&id.call()).copied();
+        self.wrong(Wrong::Ledger { write: token.unwrap_or_default(), what: "it was entered twice" });
     }
 
     /// Whether the ledger knows how that write ended.

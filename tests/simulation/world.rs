@@ -6,10 +6,10 @@ use std::{
     fmt::Write as _,
     future::poll_fn,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard, Weak,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Wake, Waker},
     time::{Duration, SystemTime},
 };
 
@@ -83,6 +83,17 @@ pub enum Favours {
     SlowConnects,
 }
 
+/// What servers there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sort {
+    /// Their errors say what became of a request.
+    Meaning,
+    /// Their errors mean nothing but that they refuse.
+    Plain,
+    /// The same, and their tools have annotations.
+    Annotated,
+}
+
 /// What the seed says of its world.
 #[derive(Debug)]
 pub struct Plan {
@@ -122,6 +133,8 @@ pub struct Plan {
     pub clock_is_set: Option<(u64, i64)>,
     /// Whether the errors of servers mean nothing but that they refuse.
     pub plain: bool,
+    /// Whether what a tool does is what its server's annotations say, which a restart may change.
+    pub annotated: bool,
     /// What happens how often, in percent.
     pub faults: Faults,
 }
@@ -233,7 +246,7 @@ pub enum Reply {
 }
 
 impl Plan {
-    fn new(rng: &mut Rng, lies: Lies, plain: bool) -> Self {
+    fn new(rng: &mut Rng, lies: Lies, sort: Sort) -> Self {
         let ends_effects = rng.bool();
         let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
         let mut fates = [0; FATES];
@@ -290,14 +303,15 @@ impl Plan {
             leaks: leaks || lies.exact_writes,
             silence_probe: rng.bool(),
             few_in_flight: rng.u32(0..100) < 5,
-            plain,
+            plain: sort != Sort::Meaning,
+            annotated: sort == Sort::Annotated,
             faults,
         };
         if lies == Lies::default() {
             plan.favours = match rng.u32(0..100) {
                 0..4 => Favours::Overlap,
-                4..8 => Favours::Windows,
-                8..12 => Favours::SlowConnects,
+                4..10 => Favours::Windows,
+                10..14 => Favours::SlowConnects,
                 _ => Favours::Nothing,
             };
         }
@@ -320,12 +334,16 @@ impl Plan {
                 (self.keeps_keys, self.sleeps) =
                     (Some(rng.u64(3_000..20_000)), Some((rng.u64(500..8_000), asleep)));
                 (self.independent, self.keys, self.quarantine, self.clock_is_set) = (true, false, None, None);
+                if self.lies == (Lies { favours: self.lies.favours, ..Lies::default() })
+                    && rng.u32(0..100) < 30
+                {
+                    // Not both: a clock that is set back by as much as the machine slept shows nothing.
+                    (self.clock_is_set, self.sleeps) =
+                        (Some((rng.u64(500..8_000), rng.i64(-100_000..0))), None);
+                }
                 // What is handed over arrives at once.
                 (self.faults.stall, self.faults.cut, self.faults.refuse_write) = (0, 0, 0);
-                self.faults.fates = [0, 40, 0, 0, 0, 5, 0, 0, 0, 5, 5, 5];
-                // Nothing waits for a connection.
-                (self.faults.dies, self.faults.falls_silent, self.faults.read_fails) = (0, 0, 0);
-                self.silence_probe = false;
+                self.faults.fates = [0, 40, rng.u32(0..10), rng.u32(0..10), 0, 5, 0, 0, 0, 5, 5, 5];
             }
             Favours::SlowConnects => {
                 (self.marks, self.cached, self.independent, self.keys) = (false, false, true, false);
@@ -360,6 +378,14 @@ pub struct State {
     pub tokens: BTreeMap<CallId, u32>,
     /// What was asked for and found out.
     pub read: BTreeSet<u32>,
+    /// The writes that a server answered to which they were reads.
+    pub answered_as_read: BTreeSet<u32>,
+    /// What was asked for, once for each message.
+    asked: Vec<u32>,
+    /// How many messages there may be of one read.
+    pub most_reads: u32,
+    /// The writes of which a check found nothing.
+    pub found_absent: BTreeSet<u32>,
     /// The write whose answer is lost, though everything else goes well.
     pub loses: Option<u32>,
     pub book: Book,
@@ -369,7 +395,10 @@ pub struct State {
     /// The keys that servers got, when they got each first, and whether its write was applied.
     keys: BTreeMap<String, (Duration, bool)>,
     processes: Vec<Process>,
+    /// How many connects are under way.
     connects: u32,
+    /// Those of the calls.
+    wakers: Vec<Weak<Woken>>,
     pub wrong: Vec<Wrong>,
     pub covered: u64,
     history: Option<String>,
@@ -428,9 +457,9 @@ macro_rules! note {
 pub(crate) use note;
 
 impl World {
-    pub fn new(seed: u64, lies: Lies, plain: bool, record: bool) -> Self {
+    pub fn new(seed: u64, lies: Lies, sort: Sort, record: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, lies, plain);
+        let plan = Plan::new(&mut rng, lies, sort);
         let state = State {
             rng: rng.fork(),
             applied: Vec::new(),
@@ -440,6 +469,10 @@ impl World {
             calls: BTreeMap::new(),
             tokens: BTreeMap::new(),
             read: BTreeSet::new(),
+            answered_as_read: BTreeSet::new(),
+            asked: Vec::new(),
+            most_reads: 0,
+            found_absent: BTreeSet::new(),
             loses: None,
             book: Book::default(),
             runs: BTreeMap::new(),
@@ -447,6 +480,7 @@ impl World {
             keys: BTreeMap::new(),
             processes: Vec::new(),
             connects: 0,
+            wakers: Vec::new(),
             wrong: Vec::new(),
             covered: 0,
             history: record.then(String::new),
@@ -521,6 +555,11 @@ impl World {
         self.lock().arrived.iter().filter(|arrived| arrived.token == token).count()
     }
 
+    /// How many messages of that read reached a server.
+    pub fn asked(&self, token: u32) -> u32 {
+        self.lock().asked.iter().filter(|asked| **asked == token).count() as u32
+    }
+
     fn is_calm(&self) -> bool {
         self.lock().calm
     }
@@ -573,25 +612,53 @@ impl World {
         Fate::Done
     }
 
-    /// Begins a connect.
-    pub fn connecting(&self) {
-        let open = {
+    /// Begins a connect, which ends when what it returns is dropped.
+    pub fn connecting(&self) -> Connecting {
+        let (open, connects) = {
             let mut state = self.lock();
             state.connects += 1;
-            state.processes.iter().find(|process| process.is_in_use()).map(|process| process.number)
+            let open =
+                state.processes.iter().find(|process| process.is_in_use()).map(|process| process.number);
+            (open, state.connects)
         };
         note!(self, "connect");
+        if connects > 1 {
+            self.wrong(Wrong::Reconnect(format!("{connects} connects at once")));
+        }
         if let Some(open) = open {
             self.wrong(Wrong::Reconnect(format!("a connect, and process {open} has not closed")));
         }
+        Connecting(self.clone())
+    }
+
+    /// A waker that wakes this one, and of which it is known whether somebody keeps it.
+    pub fn waker(&self, waker: &Waker) -> Waker {
+        let woken = Arc::new(Woken(waker.clone()));
+        self.lock().wakers.push(Arc::downgrade(&woken));
+        woken.into()
+    }
+
+    /// How many of them somebody keeps.
+    pub fn kept_wakers(&self) -> usize {
+        self.lock().wakers.iter().filter(|waker| waker.strong_count() > 0).count()
     }
 
     pub fn start_process(&self) -> Process {
         let mut state = self.lock();
         let number = state.processes.len();
+        let annotated = self.plan().annotated;
+        let mut hint = || match annotated {
+            true if state.rng.bool() => Hint::ReadOnly,
+            true => Hint::OTHERS[state.rng.usize(0..Hint::OTHERS.len())],
+            false => Hint::None,
+        };
+        let hints = [hint(), hint()];
         let process = Process(Arc::new(ProcessInner {
             world: self.clone(),
             number,
+            hints,
+            // A handshake comes first, and may fail.
+            begun: AtomicBool::new(!annotated),
             seen: state.applied.len(),
             life: Mutex::new((Life::Open, Vec::new())),
             silent: AtomicBool::new(false),
@@ -632,6 +699,12 @@ impl World {
     pub fn wall_clock(&self) -> SystemTime {
         let elapsed = self.0.start.elapsed();
         let now = if self.plan().lies.clock_stands { elapsed } else { self.now() };
+        if now > elapsed {
+            self.cover(Branch::Slept);
+        }
+        if self.plan().clock_is_set.is_some_and(|(at, by)| elapsed >= ms(at) && by < 0) {
+            self.cover(Branch::ClockSetBack);
+        }
         let set = self.plan().clock_is_set.filter(|(at, _)| elapsed >= ms(*at)).map_or(0, |(_, by)| by);
         let millis = 1_000_000_000_u64.saturating_add_signed(set) + now.as_millis() as u64;
         SystemTime::UNIX_EPOCH + ms(millis)
@@ -753,6 +826,28 @@ impl World {
     }
 }
 
+/// A connect that is under way.
+pub struct Connecting(World);
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        self.0.lock().connects -= 1;
+    }
+}
+
+/// A call's waker.
+struct Woken(Waker);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.wake_by_ref();
+    }
+}
+
 impl State {
     pub fn tick(&mut self) -> u64 {
         self.now += 1;
@@ -768,6 +863,10 @@ pub struct Process(Arc<ProcessInner>);
 pub struct ProcessInner {
     pub world: World,
     pub number: usize,
+    /// What it says of its two tools, and what they do.
+    hints: [Hint; 2],
+    /// Whether a call has come.
+    begun: AtomicBool,
     /// How many writes had been applied when it started.
     seen: usize,
     /// And who waits for the next one. Not a channel of tokio's, which wakes in a random order.
@@ -784,6 +883,20 @@ impl std::ops::Deref for Process {
     fn deref(&self) -> &ProcessInner {
         &self.0
     }
+}
+
+/// What a server says of a tool that writes with some others, and what it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hint {
+    None,
+    ReadOnly,
+    Destructive,
+    /// Of a tool for which it is true; else there is none.
+    Idempotent,
+}
+
+impl Hint {
+    const OTHERS: [Self; 3] = [Hint::None, Hint::Destructive, Hint::Idempotent];
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -834,7 +947,20 @@ impl Process {
     }
 
     fn is_in_use(&self) -> bool {
-        self.is_open() && !self.given_up.load(Ordering::Relaxed)
+        self.is_open() && self.begun.load(Ordering::Relaxed) && !self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// A call has come, so that the connection is one that is used.
+    pub fn begin(&self) {
+        self.begun.store(true, Ordering::Relaxed);
+    }
+
+    /// What it says of the tool that writes, or of the one that does so idempotently.
+    pub fn hint(&self, idempotent: bool) -> Hint {
+        match self.hints[usize::from(idempotent)] {
+            Hint::Idempotent if !idempotent => Hint::None,
+            hint => hint,
+        }
     }
 
     /// The client has reason not to use it any more.
@@ -988,6 +1114,7 @@ impl Process {
             Fate::ReplyTooLate => {
                 self.closes_in(world.wait(1_000));
                 self.closed().await;
+                world.cover(Branch::ReplyAfterClose);
             }
             _ => sleep(world.wait(3_000)).await,
         }
@@ -1002,6 +1129,7 @@ impl Process {
     /// What the server answers to the question how often a write took effect.
     pub async fn get(&self, token: u32) -> Reply {
         let world = &self.world;
+        world.lock().asked.push(token);
         sleep(world.wait(500)).await;
         if world.fault(world.plan().faults.read_fails) {
             let fault = world.lock().rng.u32(0..6);
@@ -1042,6 +1170,9 @@ impl World {
         note!(self, "process {}: {token} TAKES EFFECT", process.number);
         let mut state = self.lock();
         state.applied.push(Applied { token, process: process.number, at: Instant::now() });
+        if state.found_absent.contains(&token) {
+            state.covered |= 1 << Branch::ZombieAfterCheck as u64;
+        }
         drop(state);
         if !first {
             self.cover(Branch::ReplayLanded);
@@ -1068,6 +1199,16 @@ branches! {
     SessionForgotten: "the server forgot the session",
     ExitBeforeCommit: "a process was gone before its write took effect",
     CommitAfterClose: "a write took effect after its connection had closed",
+    ReplyAfterClose: "a write was answered when its connection had closed",
+    ZombieAfterCheck: "a write took effect after a check had found nothing of it",
+    EffectChanged: "a call that was taken for a read met a server to which it is a write",
+    EffectChangedInDoubt: "the same, after a server had got it as a read",
+    EffectGrown: "a write that was taken for idempotent met a server to which it is not",
+    AnsweredAsRead: "a write was answered by a server to which it is a read",
+    NoAnnotations: "a list of tools could not be read",
+    WindowPassed: "a key's time was over before its replay was sent",
+    ClockSetBack: "a wall clock was read that had been set back",
+    Slept: "a wall clock was read after the machine had slept",
     AppliedAndClosed: "applied, and the connection closed before the answer",
     ReplyLost: "applied, and the answer was lost",
     CancelledBefore: "a cancellation came before the write took effect and was heeded",
