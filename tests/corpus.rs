@@ -28,6 +28,11 @@ fn bytes_say_the_same_in_whatever_pieces_they_come() {
     feed("frames", targets::frames);
 }
 
+#[test]
+fn a_wait_is_the_same_in_whatever_form_it_is_asked_for() {
+    feed("retry_after", targets::waits);
+}
+
 #[cfg(feature = "ledger-durable")]
 #[test]
 fn a_ledgers_file_may_hold_anything() {

@@ -3,7 +3,7 @@
 use std::{
     error::Error as StdError,
     fmt,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime},
 };
 
 use rmcp::{
@@ -12,7 +12,7 @@ use rmcp::{
     transport::{DynamicTransportError, streamable_http_client::StreamableHttpError},
 };
 
-use super::{exchange::Exchange, transport::TransportError};
+use super::{exchange::Exchange, retry_after::retry_after, transport::TransportError};
 use crate::{CallError, Cause, Closure, Delivery, Evidence, Outcome, Scope, ServerError};
 
 /// What the transport saw of a call that did not end with the server's answer.
@@ -310,41 +310,6 @@ pub(super) fn of_status(status: u16, wait: Option<Duration>) -> Sight {
     Sight::Evidence(evidence, wait, Some(status))
 }
 
-/// The wait that a `Retry-After` asks for, in seconds or until a date (RFC 9110, sections 10.2.3 and 5.6.7). A date
-/// that has passed is no wait.
-pub(super) fn retry_after(value: &str, now: SystemTime) -> Option<Duration> {
-    let value = value.trim();
-    if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) {
-        // More than can be counted is longer than any deadline.
-        return Some(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
-    }
-    let at = UNIX_EPOCH.checked_add(Duration::from_secs(http_date(value)?))?;
-    Some(at.duration_since(now).unwrap_or_default())
-}
-
-/// The seconds since 1970 of an IMF-fixdate, the one form that servers may write: `Sun, 06 Nov 1994 08:49:37 GMT`.
-fn http_date(value: &str) -> Option<u64> {
-    let (_, date) = value.split_once(", ")?;
-    let mut parts = date.split(' ');
-    let day: u64 = parts.next()?.parse().ok()?;
-    let months = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-    let name = parts.next()?;
-    let month = months.iter().position(|month| *month == name)? as u64 + 1;
-    let year: u64 = parts.next()?.parse().ok()?;
-    let mut time = parts.next()?.split(':').map(|part| part.parse::<u64>().ok());
-    let (hour, minute, second) = (time.next()??, time.next()??, time.next()??);
-    let whole = time.next().is_none() && parts.next() == Some("GMT") && parts.next().is_none();
-    let sane = (1..=31).contains(&day) && (1970..=9999).contains(&year);
-    if !whole || !sane || hour > 23 || minute > 59 || second > 60 {
-        return None;
-    }
-    // Days since 1970, by years that begin in March.
-    let (y, m) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    let days = y * 365 + y / 4 - y / 100 + y / 400 + (m * 153 + 2) / 5 + day - 1;
-    let days = days.checked_sub(719_468)?;
-    Some(days * 86_400 + hour * 3_600 + minute * 60 + second)
-}
-
 /// Keeps signatures that have the SDK's error: an answer is what it is there, and everything else is a
 /// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside, whose text begins with what is known.
 impl From<CallError> for ServiceError {
@@ -370,38 +335,5 @@ impl From<CallError> for ServiceError {
             std::any::TypeId::of::<CallError>(),
             Box::new(error),
         ))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn retry_after_is_read_in_seconds_and_as_a_date() {
-        let now = UNIX_EPOCH + Duration::from_secs(784_111_777);
-        let read = |value| retry_after(value, now);
-        assert_eq!(read("7"), Some(Duration::from_secs(7)));
-        assert_eq!(read(" 0 "), Some(Duration::ZERO));
-        assert_eq!(read("99999999999999999999999"), Some(Duration::from_secs(u64::MAX)));
-        assert_eq!(read("Sun, 06 Nov 1994 08:49:37 GMT"), Some(Duration::ZERO));
-        assert_eq!(read("Sun, 06 Nov 1994 08:50:07 GMT"), Some(Duration::from_secs(30)));
-        assert_eq!(read("Sun, 06 Nov 1994 08:00:00 GMT"), Some(Duration::ZERO));
-        for odd in [
-            "",
-            "-1",
-            "1.5",
-            "soon",
-            "Sun, 06 Nov 1994 08:49:37 CET",
-            "Sun, 06 Nov 1994 08:49 GMT",
-            "Sun, 06",
-            "Sun, 40 Nov 1994 08:49:37 GMT",
-            "Sun, 06 Nov 0001 08:49:37 GMT",
-            "Sun, 06 Nov 1994 25:49:37 GMT",
-        ] {
-            assert_eq!(read(odd), None, "{odd}");
-        }
-        assert_eq!(http_date("Tue, 29 Feb 2000 00:00:00 GMT"), Some(951_782_400));
-        assert_eq!(http_date("Thu, 01 Jan 1970 00:00:00 GMT"), Some(0));
     }
 }

@@ -30,8 +30,9 @@ use tokio::time::{sleep, timeout};
 
 use super::{
     connection::{Inner, SESSION_LOST},
-    evidence::{HttpErrorKind, Sight, of_status, retry_after},
+    evidence::{HttpErrorKind, Sight, of_status},
     exchange::Exchange,
+    retry_after::retry_after,
     sse::{Event, Parser},
     transport::{Envelope, seen_elsewhere},
 };

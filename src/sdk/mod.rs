@@ -103,6 +103,7 @@ mod evidence;
 mod exchange;
 mod http;
 mod request;
+mod retry_after;
 mod session;
 mod sse;
 mod transport;

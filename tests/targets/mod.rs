@@ -3,7 +3,7 @@
 use std::{
     pin::{Pin, pin},
     task::{Context, Poll},
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use goaround::{
@@ -131,4 +131,109 @@ pub fn frames(bytes: &[u8]) {
 #[cfg(feature = "ledger-durable")]
 pub fn ledger(bytes: &[u8]) {
     let _ = goaround::write_safety::ledger::decode_durable(bytes);
+}
+
+// Files of the crate that need nothing of it, so that the fuzzer need not build what they are used by.
+#[path = "../../src/sdk/retry_after.rs"]
+mod retry_after;
+#[allow(dead_code, reason = "not all of it is fed")]
+#[path = "../../src/sdk/sse.rs"]
+mod sse;
+
+/// The waits that a server asks for: `Retry-After` in each of its forms, and a stream's `retry`.
+pub fn waits(bytes: &[u8]) {
+    let [shape, says @ ..] = bytes else { return };
+    // From 1994 on, up to the year 3000.
+    let now = UNIX_EPOCH + Duration::from_secs(784_111_777 + u64::from(*shape) * 124_000_000);
+    let read = |value: &str| retry_after::retry_after(value, now);
+    let wait = std::str::from_utf8(says).ok().and_then(read);
+    // Whatever it asks for, in whatever form, is the same wait in all the others.
+    if let Some(at) = wait.and_then(|wait| now.checked_add(wait)) {
+        let date = Date::of(at);
+        let seconds = wait.unwrap_or_default().as_secs();
+        assert_eq!(read(&seconds.to_string()), wait);
+        if date.year <= 9999 {
+            assert_eq!(read(&date.imf_fixdate()), wait, "{}", date.imf_fixdate());
+            assert_eq!(read(&date.asctime()), wait, "{}", date.asctime());
+        }
+        if date.year < Date::of(now).year + 50 {
+            assert_eq!(read(&date.rfc850()), wait, "{}", date.rfc850());
+        }
+    }
+    let whole = events(says, usize::MAX);
+    for piece in [1, 2, 7] {
+        assert_eq!(events(says, piece), whole, "in pieces of {piece}");
+    }
+}
+
+/// The events of a stream that comes in such pieces, and whether one was too large.
+fn events(says: &[u8], piece: usize) -> (Vec<sse::Event>, bool) {
+    let mut parser = sse::Parser::new(256);
+    let mut events = Vec::new();
+    for chunk in says.chunks(piece) {
+        let read = parser.read(chunk);
+        events.extend(std::iter::from_fn(|| parser.next()));
+        if read.is_err() {
+            return (events, true);
+        }
+    }
+    (events, false)
+}
+
+/// A date, to be written as RFC 9110 has it (section 5.6.7).
+struct Date {
+    days: u64,
+    year: u64,
+    month: usize,
+    day: u64,
+    time: String,
+}
+
+impl Date {
+    fn of(at: SystemTime) -> Self {
+        let seconds = at.duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
+        let (days, time) = (seconds / 86_400, seconds % 86_400);
+        // The calendar is the same again after 400 years.
+        let (mut year, mut left) = (1970 + days / 146_097 * 400, days % 146_097);
+        let is_leap =
+            |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+        while left >= 365 + u64::from(is_leap(year)) {
+            left -= 365 + u64::from(is_leap(year));
+            year += 1;
+        }
+        let mut month = 0;
+        for length in [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+            if left < length {
+                break;
+            }
+            left -= length;
+            month += 1;
+        }
+        let time = format!("{:02}:{:02}:{:02}", time / 3600, time / 60 % 60, time % 60);
+        Self { days, year, month, day: left + 1, time }
+    }
+
+    fn month(&self) -> &str {
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"][self.month]
+    }
+
+    fn day_name(&self) -> &str {
+        let names = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+        names[(self.days % 7) as usize]
+    }
+
+    fn imf_fixdate(&self) -> String {
+        let Self { day, year, time, .. } = self;
+        format!("{}, {day:02} {} {year:04} {time} GMT", &self.day_name()[..3], self.month())
+    }
+
+    fn rfc850(&self) -> String {
+        let Self { day, year, time, .. } = self;
+        format!("{}, {day:02}-{}-{:02} {time} GMT", self.day_name(), self.month(), year % 100)
+    }
+
+    fn asctime(&self) -> String {
+        let Self { day, year, time, .. } = self;
+        format!("{} {} {day:>2} {time} {year:04}", &self.day_name()[..3], self.month())
+    }
 }
