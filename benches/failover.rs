@@ -3,11 +3,17 @@
 //!
 //! `cargo bench --bench failover` prints a table; with `-- --json` the last line is one object. Times are the
 //! processor's, so that what else runs on the machine does not count: the connect, or what was done until it had
-//! ended if that is longer, and what was done from then on. `wall` is what the clock says. Beside it `tower-resilience`'s retries over its reconnect,
-//! which get ten seconds.
+//! ended if that is longer, and what was done from then on. `wall` is what the clock says. Beside it
+//! `tower-resilience`'s retries over its reconnect, which get ten seconds.
+//!
+//! Then, by the clock, a real MCP server, which is this same executable: how long it takes from a read at which its
+//! process dies until that read is answered by the next one, against a first start: spawn, handshake, the log level
+//! that a session restores, and the same read.
 
 use std::{
     future::{Future, poll_fn},
+    io::{BufRead, Write},
+    path::Path,
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -16,8 +22,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use goaround::{CallError, Effect, Stack, Tagged};
+use goaround::{
+    CallError, Effect, Stack, Tagged,
+    jsonrpc::Request,
+    mcp::{self, Era, ToolRules},
+};
+use serde_json::{Value, json};
 use tokio::{
+    process::Command,
     runtime::{Builder, Runtime},
     sync::watch,
     task::JoinSet,
@@ -218,12 +230,85 @@ fn theirs(runtime: &Runtime, calls: usize) -> Outcome {
     run(runtime, &server, service, |n| n, calls, Gate::Closed, false)
 }
 
+// ===== A real server =====
+
+/// An MCP server with one tool, a read. It dies at it if the file that it names is not there, which is there then.
+fn serve() {
+    for line in std::io::stdin().lock().lines() {
+        let Ok(message) =
+            line.map_err(drop).and_then(|line| serde_json::from_str::<Value>(&line).map_err(drop))
+        else {
+            return;
+        };
+        let Some(id) = message.get("id") else { continue };
+        let result = match message["method"].as_str() {
+            Some("initialize") => json!({
+                "protocolVersion": message["params"]["protocolVersion"],
+                "capabilities": { "tools": {}, "logging": {} },
+                "serverInfo": { "name": "bench", "version": "1" },
+            }),
+            Some("tools/call") => {
+                if let Some(file) = message["params"]["arguments"]["dies_unless"].as_str()
+                    && !Path::new(file).exists()
+                {
+                    std::fs::write(file, "").expect("a file");
+                    std::process::exit(1);
+                }
+                json!({ "content": [] })
+            }
+            _ => json!({}),
+        };
+        println!("{}", json!({ "jsonrpc": "2.0", "id": id, "result": result }));
+        std::io::stdout().flush().expect("a pipe");
+    }
+}
+
+/// A client of that server, not connected.
+fn client() -> mcp::Client {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.arg("--serve");
+    let server = mcp::stdio(command).era(Era::Initialize).tools(ToolRules::new().read_only(["get"]));
+    Stack::builder(server).deadline(Duration::from_secs(60)).build().expect("a stack")
+}
+
+async fn set_level(client: &mcp::Client) {
+    let level = Request::new("logging/setLevel", json!({ "level": "error" })).expect("JSON");
+    client.send(level).await.expect("an answer");
+}
+
+async fn get(client: &mcp::Client, dies_unless: &Path) {
+    let params = json!({ "name": "get", "arguments": { "dies_unless": dies_unless } });
+    client.send(Request::new("tools/call", params).expect("JSON")).await.expect("an answer");
+}
+
+/// Milliseconds: from a read at which the server dies until it is answered; and of a first start, with that read.
+async fn restart(folder: &Path) -> (f64, f64) {
+    let file = folder.join("there");
+    std::fs::write(&file, "").expect("a file");
+    let first = client();
+    let start = Instant::now();
+    set_level(&first).await;
+    get(&first, &file).await;
+    let fresh = start.elapsed();
+
+    std::fs::remove_file(&file).expect("a file");
+    let start = Instant::now();
+    get(&first, &file).await;
+    let closure = start.elapsed();
+    assert_eq!(first.generation(), Some(2));
+    first.shutdown(Duration::from_secs(1)).await;
+    (closure.as_secs_f64() * 1e3, fresh.as_secs_f64() * 1e3)
+}
+
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
 fn main() {
+    if std::env::args().any(|arg| arg == "--serve") {
+        return serve();
+    }
     let json = std::env::args().any(|arg| arg == "--json");
     let runtime = Builder::new_current_thread().enable_all().build().expect("a runtime");
     println!(
@@ -266,7 +351,7 @@ fn main() {
         ratios.insert(format!("failover_vs_connect_and_batch_{calls}"), ratio.into());
         let used = median(used);
         per_read.push(used / calls as f64);
-        rows.push(serde_json::json!({
+        rows.push(json!({
             "reads": calls,
             "connects": outcome.connects - 1,
             "answered": outcome.answered,
@@ -282,7 +367,20 @@ fn main() {
     let growth = per_read[3] / per_read[2];
     ratios.insert("per_read_100000_vs_10000".into(), growth.into());
     println!("a read of 100,000 takes {growth:.2} times the processor time of one of 10,000");
+
+    let folder = std::env::temp_dir().join(format!("goaround-failover-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let all: Vec<_> = (0..41).map(|_| runtime.block_on(restart(&folder))).collect();
+    std::fs::remove_dir_all(&folder).expect("a folder");
+    let closure = median(all.iter().map(|(closure, _)| *closure).collect());
+    let fresh = median(all.iter().map(|(_, fresh)| *fresh).collect());
+    let extra = median(all.iter().map(|(closure, fresh)| closure - fresh).collect());
+    println!(
+        "a real server dies at a read: answered after {closure:.2} ms; a first start with that read {fresh:.2} ms; \
+         more by {extra:.2} ms"
+    );
     if json {
-        println!("{}", serde_json::json!({ "ratios": ratios, "rows": rows }));
+        let restart = json!({ "closure_to_read_ms": closure, "first_start_ms": fresh, "more_ms": extra });
+        println!("{}", json!({ "ratios": ratios, "rows": rows, "restart": restart }));
     }
 }
