@@ -1,5 +1,6 @@
 //! Writes a second through a ledger, entered and settled, with 1, 16, 64 and 256 in flight: in memory, in a file,
-//! and beside them what one sync a write makes of the same disk.
+//! and beside them what one sync a write makes of the same disk. The ledgers alone, and under a whole stack whose
+//! server answers at once.
 //!
 //! `cargo bench --bench ledger --features ledger-durable` prints a table; with `-- --json` the last line is one
 //! object. The file is in the current directory's `target`, or where `GOAROUND_BENCH_DIR` says: in memory
@@ -7,14 +8,19 @@
 
 use std::{
     fs::File,
+    future::ready,
     io::Write,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use goaround::write_safety::ledger::{DurableLedger, Entry, Ledger, MemoryLedger, State};
+use goaround::{
+    BoxError, CallError, Effect, InDoubt, Stack, Tagged, Verdict, WriteSafetyLayer,
+    write_safety::ledger::{DurableLedger, Entry, Ledger, MemoryLedger, State},
+};
 use serde_json::json;
 use tokio::task::JoinSet;
+use tower::service_fn;
 
 const IN_FLIGHT: [u64; 4] = [1, 16, 64, 256];
 const ROUNDS: usize = 5;
@@ -60,6 +66,34 @@ async fn through<L: Ledger + Clone>(ledger: &L, in_flight: u64) -> f64 {
     done as f64 / start.elapsed().as_secs_f64()
 }
 
+/// Writes a second, each through a stack, with a check and that ledger.
+async fn through_a_stack<L: Ledger + Clone>(ledger: &L, in_flight: u64) -> f64 {
+    let connector = service_fn(|()| {
+        ready(Ok::<_, CallError>(service_fn(|call: Tagged<u64>| ready(Ok::<_, CallError>(*call)))))
+    });
+    let check = |doubt: InDoubt<Tagged<u64>, u64>| ready(Ok::<Verdict<u64>, BoxError>(doubt.unknown("")));
+    let writes = WriteSafetyLayer::new(check).ledger(ledger.clone());
+    let stack = Stack::builder(connector).writes(writes).build().expect("a stack");
+    let start = Instant::now();
+    let mut tasks = JoinSet::new();
+    for _ in 0..in_flight {
+        let stack = stack.clone();
+        tasks.spawn(async move {
+            let mut done = 0;
+            while start.elapsed() < SAMPLE {
+                stack.send(Tagged::new(done, Effect::Write)).await.expect("an answer");
+                done += 1;
+                if done % 64 == 0 {
+                    tokio::task::yield_now().await;
+                }
+            }
+            done
+        });
+    }
+    let done: u64 = tasks.join_all().await.into_iter().sum();
+    done as f64 / start.elapsed().as_secs_f64()
+}
+
 /// Writes a second with one sync each, of a line as long as the ledger's.
 fn sync_each(path: &Path) -> f64 {
     let mut file = File::create(path).expect("a file");
@@ -93,7 +127,8 @@ fn main() {
     let directory = tempfile::tempdir_in(directory).expect("a directory");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let mut each = Vec::new();
-    let (mut memory, mut durable) = ([const { Vec::new() }; 4], [const { Vec::new() }; 4]);
+    let [mut memory, mut durable, mut memory_stack, mut durable_stack] =
+        [const { [const { Vec::new() }; 4] }; 4];
     for _ in 0..ROUNDS {
         each.push(sync_each(&directory.path().join("each")));
         for (place, in_flight) in IN_FLIGHT.into_iter().enumerate() {
@@ -103,14 +138,25 @@ fn main() {
             durable[place].push(runtime.block_on(through(&ledger, in_flight)));
             drop(ledger);
             std::fs::remove_file(&path).expect("removed");
+            memory_stack[place].push(runtime.block_on(through_a_stack(&MemoryLedger::new(), in_flight)));
+            let ledger = DurableLedger::open(&path).expect("opened");
+            durable_stack[place].push(runtime.block_on(through_a_stack(&ledger, in_flight)));
+            drop(ledger);
+            std::fs::remove_file(&path).expect("removed");
         }
     }
-    println!("{:<24} {:>14} {:>14}", "entered and settled", "writes a second", "x sync each");
-    println!("{:<24} {:>14.0} {:>14}", "one sync each", median(&each), 1);
-    for (name, samples) in [("durable", &durable), ("memory", &memory)] {
+    println!("{:<30} {:>14} {:>14}", "entered and settled", "writes a second", "x sync each");
+    println!("{:<30} {:>14.0} {:>14}", "one sync each", median(&each), 1);
+    let all = [
+        ("durable", &durable),
+        ("memory", &memory),
+        ("durable, stack", &durable_stack),
+        ("memory, stack", &memory_stack),
+    ];
+    for (name, samples) in all {
         for (samples, in_flight) in samples.iter().zip(IN_FLIGHT) {
             let name = format!("{name}, {in_flight} in flight");
-            println!("{name:<24} {:>14.0} {:>14.1}", median(samples), ratio(samples, &each));
+            println!("{name:<30} {:>14.0} {:>14.1}", median(samples), ratio(samples, &each));
         }
     }
     if json {
@@ -119,6 +165,10 @@ fn main() {
             out["ratios"][format!("durable_{in_flight}_vs_sync_each")] = ratio(&durable[place], &each).into();
             out["ratios"][format!("memory_{in_flight}_vs_durable")] =
                 ratio(&memory[place], &durable[place]).into();
+            out["ratios"][format!("durable_stack_{in_flight}_vs_sync_each")] =
+                ratio(&durable_stack[place], &each).into();
+            out[format!("durable_stack_{in_flight}_per_s")] = median(&durable_stack[place]).round().into();
+            out[format!("memory_stack_{in_flight}_per_s")] = median(&memory_stack[place]).round().into();
             out[format!("durable_{in_flight}_per_s")] = median(&durable[place]).round().into();
             out[format!("memory_{in_flight}_per_s")] = median(&memory[place]).round().into();
         }
