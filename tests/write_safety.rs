@@ -460,6 +460,98 @@ async fn the_process_end_is_waited_for_beside_a_quarantine_and_whichever_holds_f
     }
 }
 
+// ===== A first look =====
+
+/// A check that answers its first question so, and the later ones so.
+fn looks(lab: &Lab, first: fn(&Doubt) -> Verdict<Res>, later: fn(&Doubt) -> Verdict<Res>) -> Safety {
+    let asked = AtomicU32::new(0);
+    says(lab, move |doubt| match asked.fetch_add(1, Ordering::Relaxed) {
+        0 => first(doubt),
+        _ => later(doubt),
+    })
+    .look_first()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_finds_at_once_that_a_write_landed() {
+    for pending in [false, true] {
+        let lab = Lab::new();
+        lab.write(if pending { hang() } else { fail(closed()) });
+        let layer = looks(&lab, |doubt| doubt.landed(7), because);
+        let layer = layer.attempt_timeout(SECOND).quarantine(15 * SECOND);
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 7);
+        let at = if pending { 1_050 } else { 50 };
+        assert_eq!(lab.log.timed(), ["0 write".into(), format!("{at} check")]);
+        assert_eq!(lab.events.doubts(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_finds_nothing_leads_to_nothing() {
+    for first in [
+        (|doubt: &Doubt| doubt.not_landed()) as fn(&Doubt) -> Verdict<Res>,
+        // Nor one that has a fence of its own, nor one that breaks.
+        because,
+        |doubt| doubt.not_landed_conditional(),
+        |doubt| doubt.unknown("what"),
+        |doubt| doubt.in_flight(Duration::ZERO),
+        |_| panic!("a check"),
+    ] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let layer = looks(&lab, first, |doubt| doubt.not_landed()).quarantine(15 * SECOND);
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+        assert_eq!(lab.log.timed(), ["0 write", "50 check", "15000 check", "15000 write"]);
+    }
+    // And what it finds absent is no reason for a replay where there is no fence at all.
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let layer = looks(&lab, |doubt| doubt.not_landed(), |doubt| doubt.not_landed());
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn there_is_no_first_look_where_a_fence_holds_soon() {
+    let soon = || fail(exits(ms(20), true).exit_ends_effects());
+    for (first, at) in [(soon(), 20), (fail(closed()), 30)] {
+        let lab = Lab::new();
+        lab.write(first).write(answer(2));
+        let layer = looks(&lab, |doubt| doubt.not_landed(), because).quarantine(ms(30));
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+        assert_eq!(lab.log.timed(), ["0 write".into(), format!("{at} check"), format!("{at} write")]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_first_look_finds_in_part_is_not_replayed() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let layer = looks(&lab, |doubt| doubt.partial(), |doubt| doubt.not_landed()).quarantine(15 * SECOND);
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_hangs_holds_nothing_up() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2));
+    let (log, asked) = (lab.log.clone(), Arc::new(AtomicU32::new(0)));
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let first = asked.fetch_add(1, Ordering::Relaxed) == 0;
+        log.note("check");
+        async move {
+            if first {
+                std::future::pending::<()>().await;
+            }
+            Ok(doubt.not_landed())
+        }
+    });
+    let layer = layer.check_timeout(10 * SECOND).max_checks(1).quarantine(5 * SECOND).look_first();
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "50 check", "5000 check", "5000 write"]);
+}
+
 // ===== The attempt timeout =====
 
 /// A write whose answer the test sends.

@@ -132,6 +132,7 @@ pub(crate) fn rows() -> Vec<Row> {
         ours("refuse()", true, server, refuse),
         ours("new(check), no fence", true, server, checked),
         ours("quarantine(20 s)", true, server, || checked().quarantine(LONGEST)),
+        ours("quarantine(20 s), look_first()", true, server, || checked().quarantine(LONGEST).look_first()),
         ours("quarantine(5 s)", false, server, || checked().quarantine(Duration::from_secs(5))),
         ours("quarantine(1 s)", false, server, || checked().quarantine(Duration::from_secs(1))),
         ours("quarantine(20 s), stale check", false, stale, || checked().quarantine(LONGEST)),

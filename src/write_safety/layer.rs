@@ -77,6 +77,7 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
             arguments: None,
             ledger: None,
             max_rechecks: 32,
+            look_first: false,
             clock: WallClock::default(),
             classify: None,
             wrong: None,
@@ -217,6 +218,38 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         self.set(None, |config| config.max_rechecks = rechecks)
     }
 
+    /// Asks the check once more, before a fence holds, while that is waited for. Off by default.
+    ///
+    /// Such a look can only find that the write landed, which is true whatever else is on its way: the call ends
+    /// then, instead of after a [quarantine](Self::quarantine) or a process's end. That the write is not there
+    /// yet says nothing, and leads to nothing. That it is there [in part](super::InDoubt::partial) counts as in
+    /// any check. It begins 50 ms after the doubt, if no fence holds by then, and not at all where the server's
+    /// answer asked for a pause. It costs one check more for each doubt, on a server that may have trouble.
+    ///
+    /// ```
+    /// # use std::{sync::atomic::{AtomicU32, Ordering}, time::Duration};
+    /// # use goaround::{CallError, BoxError, Effect, InDoubt, Tagged, WriteSafetyLayer};
+    /// # use tower::{ServiceBuilder, ServiceExt, service_fn};
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), BoxError> {
+    /// let writes = WriteSafetyLayer::new(|doubt: InDoubt<Tagged<u32>, u32>| async move {
+    ///     Ok::<_, BoxError>(doubt.landed(7)) // A real one reads it back.
+    /// });
+    /// let writes = writes.quarantine(Duration::from_secs(15)).look_first();
+    /// // The write lands, and its answer is lost.
+    /// let lossy = service_fn(|_: Tagged<u32>| async { Err::<u32, _>(CallError::ambiguous("lost")) });
+    /// let start = tokio::time::Instant::now();
+    /// let answer = ServiceBuilder::new().layer(writes).service(lossy).oneshot(Tagged::new(1, Effect::Write));
+    /// assert_eq!(answer.await?, 7);
+    /// assert!(start.elapsed() < Duration::from_millis(100));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn look_first(self) -> Self {
+        self.set(None, |config| config.look_first = true)
+    }
+
     /// The wall clock, by which keys' windows end and the ledger's times are written; the system's by default.
     #[must_use]
     pub fn wall_clock(self, clock: impl Fn() -> SystemTime + Send + Sync + 'static) -> Self {
@@ -323,6 +356,7 @@ impl<Req, Res> Config<Req, Res> {
             arguments: self.arguments.clone(),
             ledger: self.ledger.clone(),
             max_rechecks: self.max_rechecks,
+            look_first: self.look_first,
             clock: self.clock.clone(),
             classify: self.classify.clone(),
             wrong: self.wrong,

@@ -83,6 +83,7 @@ struct Config<Req, Res> {
     arguments: Option<Arc<TextOf<Req>>>,
     ledger: Option<AnyLedger>,
     max_rechecks: u32,
+    look_first: bool,
     clock: WallClock,
     classify: Option<Classifier<Req>>,
     wrong: Option<&'static str>,

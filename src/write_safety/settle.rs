@@ -24,12 +24,17 @@ use super::{
     verdict::{DynCheck, InDoubt, Probe, ProbeLog, Verdict},
 };
 use crate::{
-    Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal, call::effect_of,
-    connection::BoxFuture, deadline::Until, error::safe_text,
+    Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal,
+    call::{effect_of, replica},
+    connection::BoxFuture,
+    deadline::Until,
+    error::safe_text,
 };
 
 /// How long the layer waits at least before it asks a check again.
 const LEAST_RECHECK: Duration = Duration::from_millis(10);
+/// How long a first look lets a fence go before it.
+const BEFORE_A_LOOK: Duration = Duration::from_millis(50);
 /// How often a check that found a write applied in part is asked again at most, and when first.
 const PARTIAL_RECHECKS: u32 = 4;
 const FIRST_PARTIAL_RECHECK: Duration = Duration::from_millis(100);
@@ -72,14 +77,6 @@ where
     let Some(check) = &config.check else {
         return Verdict::Unknown("no effect check is configured".into());
     };
-    let held = find_fence(&facts, config.quarantine).await;
-    if let Some(not_before) = facts.not_before {
-        let now = Instant::now();
-        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
-            return Verdict::Unknown("still being processed, and no time to ask".into());
-        }
-        sleep_until(not_before).await;
-    }
     let asking = Asking {
         check: Arc::clone(check),
         probe: Arc::<Lane<S, Req, Res>>::clone(&lane),
@@ -87,7 +84,47 @@ where
         check_timeout: config.check_timeout,
         max_rechecks: config.max_rechecks,
     };
+    let fence = find_fence(&facts, config.quarantine);
+    // Who asks not to be asked is not asked early either.
+    let held = if config.look_first && facts.not_before.is_none() {
+        match sooner(fence, asking.look(replica(&request), &facts)).await {
+            Ok(held) => held,
+            Err(landed) => return landed,
+        }
+    } else {
+        fence.await
+    };
+    if let Some(not_before) = facts.not_before {
+        let now = Instant::now();
+        if !facts.until.allows(now, not_before.saturating_duration_since(now)) {
+            return Verdict::Unknown("still being processed, and no time to ask".into());
+        }
+        sleep_until(not_before).await;
+    }
     asking.verdict(request, &facts, held).await
+}
+
+/// The fence, or, if one comes before it, a verdict that the write landed.
+async fn sooner<Res>(
+    fence: impl Future<Output = Held>,
+    look: impl Future<Output = Option<Verdict<Res>>>,
+) -> Result<Held, Verdict<Res>> {
+    let (mut fence, mut look) = (pin!(fence), pin!(look));
+    let mut looked = false;
+    poll_fn(|cx| {
+        // The fence first: where it holds there is nothing to hurry for.
+        if let Poll::Ready(held) = fence.as_mut().poll(cx) {
+            return Poll::Ready(Ok(held));
+        }
+        if !looked && let Poll::Ready(landed) = look.as_mut().poll(cx) {
+            looked = true;
+            if let Some(landed) = landed {
+                return Poll::Ready(Err(landed));
+            }
+        }
+        Poll::Pending
+    })
+    .await
 }
 
 /// The fence that holds and, of a process, since when; or why none does.
@@ -107,45 +144,68 @@ where
     Req: Call + Send + 'static,
     Res: Send + 'static,
 {
+    /// Asks the check before there is a fence, once, after a moment in which a process's end would be one: all that
+    /// counts is that the write landed.
+    async fn look(&self, request: Option<Req>, facts: &Facts) -> Option<Verdict<Res>> {
+        tokio::time::sleep(BEFORE_A_LOOK).await;
+        let early = Held::Err("absent, but no fence holds yet".into());
+        let (verdict, _) = self.ask(request, facts, &early, || ()).await?;
+        if matches!(verdict, Verdict::Partial) {
+            facts.partial.store(true, Ordering::Relaxed);
+        }
+        Some(verdict).filter(|verdict| matches!(verdict, Verdict::Landed(_)))
+    }
+
+    /// Asks the check once; with whether bytes of the attempt were still to be sent when it began. `None` where it
+    /// cannot be asked. `begin` is called just before.
+    async fn ask(
+        &self,
+        request: Option<Req>,
+        facts: &Facts,
+        held: &Held,
+        begin: impl FnOnce(),
+    ) -> Option<(Verdict<Res>, bool)> {
+        let (fence, gone_at, without_fence) = match held {
+            Ok((fence, gone_at)) => (Some(fence), *gone_at, Cow::Borrowed("")),
+            Err(why) => (None, None, why.clone()),
+        };
+        let mut request = request?;
+        // No more than so many checks at once: an outage puts every write in doubt at the same time.
+        let permit = self.checks.acquire().await.ok()?;
+        begin();
+        // What such a check finds absent may leave while it looks.
+        let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
+        let now = Instant::now();
+        let until = check_until(self.check_timeout, facts.until.at(now), now);
+        let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
+        let context = request.context().to_be_seen();
+        *request.context_mut() = context;
+        let doubt = InDoubt {
+            request,
+            call: facts.call,
+            attempts: facts.attempts.clone(),
+            closure: facts.closure.clone(),
+            first_sent: facts.first_sent.clone(),
+            fence: fence.cloned(),
+            without_fence,
+            probe: Arc::clone(&self.probe),
+            log: Arc::clone(&log),
+        };
+        let check = Arc::clone(&self.check);
+        // The call that makes the future is foreign code too.
+        let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
+        drop(permit);
+        Some((examine(verdict, facts.call, fence, &log), unsent))
+    }
+
     /// Asks the check, and asks again where it says so.
     pub(super) async fn verdict(self, request: Req, facts: &Facts, held: Held) -> Verdict<Res> {
-        let (fence, gone_at, without_fence) = match held {
-            Ok((fence, gone_at)) => (Some(fence), gone_at, Cow::Borrowed("")),
-            Err(why) => (None, None, why),
-        };
         let mut asked = 0;
         loop {
-            // No more than so many checks at once: an outage puts every write in doubt at the same time.
-            let Ok(permit) = self.checks.acquire().await else {
-                return Verdict::Unknown("the checks are shut down".into());
-            };
-            facts.checking.store(true, Ordering::Relaxed);
-            // What such a check finds absent may leave while it looks.
-            let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
-            let now = Instant::now();
-            let until = check_until(self.check_timeout, facts.until.at(now), now);
-            let log = Arc::new(ProbeLog { until, gone_at, ..ProbeLog::default() });
-            let Some(mut copy) = crate::call::replica(&request) else {
+            let begin = || facts.checking.store(true, Ordering::Relaxed);
+            let Some((verdict, unsent)) = self.ask(replica(&request), facts, &held, begin).await else {
                 return Verdict::Unknown("the request cannot be cloned".into());
             };
-            let context = copy.context().to_be_seen();
-            *copy.context_mut() = context;
-            let doubt = InDoubt {
-                request: copy,
-                call: facts.call,
-                attempts: facts.attempts.clone(),
-                closure: facts.closure.clone(),
-                first_sent: facts.first_sent.clone(),
-                fence: fence.clone(),
-                without_fence: without_fence.clone(),
-                probe: Arc::clone(&self.probe),
-                log: Arc::clone(&log),
-            };
-            let check = Arc::clone(&self.check);
-            // The call that makes the future is foreign code too.
-            let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
-            drop(permit);
-            let verdict = examine(verdict, facts.call, fence.as_ref(), &log);
             asked += 1;
             let again = match &verdict {
                 Verdict::InFlight { recheck_after } if asked <= self.max_rechecks => Some(*recheck_after),

@@ -132,6 +132,9 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
     if let Some(quarantine) = plan.quarantine {
         layer = layer.quarantine(ms(quarantine));
     }
+    if plan.looks_first {
+        layer = layer.look_first();
+    }
     if rng.bool() {
         layer = layer.attempt_timeout(ms(rng.u64(5..8_000)));
     }
@@ -606,6 +609,9 @@ async fn check<H: Harness>(
     let found = H::count(&doubt.probe(H::get(token)).await?);
     note!(world, "check of {token} finds {found}");
     if found > 0 {
+        if world.plan().looks_first && world.plan().quarantine.is_some() && doubt.fence().is_none() {
+            world.cover(Branch::LookFirst);
+        }
         let with_result = world.chance(50);
         return Ok(if with_result {
             doubt.landed(H::response(token))

@@ -106,6 +106,8 @@ pub struct Plan {
     /// Whether a process sees what was there when it started, and its own writes, and nothing else.
     pub cached: bool,
     pub quarantine: Option<u64>,
+    /// Whether there is a check before the fence, too.
+    pub looks_first: bool,
     pub favours: Favours,
     pub independent: bool,
     /// Whether there is no check.
@@ -289,6 +291,7 @@ impl Plan {
                 true => Some(LANDS_WITHIN / 20),
                 false => quarantine,
             },
+            looks_first: rng.u32(0..100) < 40,
             independent,
             keys: (rng.u32(0..100) < 50 && !independent) || lies.wrong_key,
             replays_idempotent: rng.u32(0..100) < 20 || lies.idempotent,
@@ -1238,6 +1241,7 @@ branches! {
     CheckPanicked: "a check panicked",
     CheckHung: "a check hung",
     CheckInFlight: "a check said that it is still in flight",
+    LookFirst: "a check before the fence found that the write landed",
     CheckStale: "a check read from a process that did not know the write",
     OkAfterDoubt: "a doubt ended well",
     OkAfterReplay: "a replay ended well",
