@@ -256,6 +256,7 @@ where
         }
         let outermost = door.enter(context);
         if let Err(error) = door.settle(context) {
+            retry.inner_mut().release_unused();
             return ResponseFuture::refused(error.of_call(request.method(), effect));
         }
         if let Some(kept) = replica(&request)
@@ -273,7 +274,9 @@ where
         return ResponseFuture::shut_down(&request, effect);
     }
     request.context_mut().set_judged(judged);
-    ResponseFuture { kind: Kind::Layered { future: ways.layers.call(request), seat } }
+    let future = ways.layers.call(request);
+    ways.layers.parts().0.get_mut().inner_mut().release_unused();
+    ResponseFuture { kind: Kind::Layered { future, seat } }
 }
 
 impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>
