@@ -553,8 +553,9 @@ async fn under_many_threads_a_disk_that_fails_now_and_then_tells_nobody_more_tha
     let mut random = fastrand::Rng::with_seed(seed);
     let disk = Simulated::default();
     let ledger = options(Duration::from_micros(200)).start(disk.clone(), &[]).unwrap();
-    // What each write must be in the end: `None` for nothing, else its attempts and whether it is in doubt.
-    let expected: Arc<Mutex<BTreeMap<u64, Option<(u32, bool)>>>> = Arc::default();
+    /// What a write must be in the end: `None` for nothing, else its attempts and whether it is in doubt.
+    type End = Option<(u32, bool)>;
+    let expected = Arc::new(Mutex::new(BTreeMap::<u64, End>::new()));
     let [entered, settling] = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
     let mut tasks = tokio::task::JoinSet::new();
     for task in 0..12_u64 {
@@ -564,7 +565,9 @@ async fn under_many_threads_a_disk_that_fails_now_and_then_tells_nobody_more_tha
         tasks.spawn(async move {
             for n in 0..150 {
                 let n = task * 1000 + n;
-                let end = |end| drop(expected.lock().unwrap().insert(n, end));
+                let end = |end: End| {
+                    expected.lock().unwrap().insert(n, end);
+                };
                 if random.u8(..10) == 0 {
                     let mut gone = Box::pin(ledger.enter(entry(n)));
                     let _ = gone.as_mut().poll(&mut Context::from_waker(Waker::noop()));
