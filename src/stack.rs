@@ -248,6 +248,7 @@ where
         };
         // The lane was taken before the flag is read: as with the seat below.
         if lane.shared.closing.load(Ordering::Acquire) {
+            retry.inner_mut().release_unused();
             return ResponseFuture::shut_down(&request, effect);
         }
         let context = request.context_mut();
@@ -256,6 +257,7 @@ where
         }
         let outermost = door.enter(context);
         if let Err(error) = door.settle(context) {
+            retry.inner_mut().release_unused();
             return ResponseFuture::refused(error.of_call(request.method(), effect));
         }
         if let Some(kept) = replica(&request)
@@ -270,13 +272,16 @@ where
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
     if seat.shared.closing.load(Ordering::Acquire) {
+        retry.inner_mut().release_unused();
         return ResponseFuture::shut_down(&request, effect);
     }
     request.context_mut().set_judged(judged);
     // The layers are one after the other here, so that one reading of the clock serves them all.
-    ResponseFuture {
+    let future = ResponseFuture {
         kind: Kind::Layered { future: ways.layers.call_by(request, WriteSafety::call_at), seat },
-    }
+    };
+    ways.layers.parts().0.get_mut().inner_mut().release_unused();
+    future
 }
 
 impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>

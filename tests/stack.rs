@@ -797,3 +797,50 @@ async fn a_hyper_client_and_an_own_error_go_in_and_the_own_error_comes_out() {
     assert_eq!(stack.send(http("GET", "/ok")).await.unwrap(), "/ok");
     assert_eq!(connects.load(Ordering::Relaxed), 3);
 }
+
+// ----- connections that are not always ready
+
+/// A stack over connections to a server that takes a second for each call and has room for one at a time.
+macro_rules! room_for_one {
+    () => {{
+        let connector = service_fn(|()| {
+            let slow = service_fn(|request: Req| async move {
+                sleep(SECOND).await;
+                Ok::<_, CallError>(*request)
+            });
+            ready(Ok::<_, CallError>(tower::limit::ConcurrencyLimit::new(slow, 1)))
+        });
+        let stack = Stack::builder(connector).writes(safety()).build().unwrap();
+        stack.send(read()).await.unwrap();
+        stack
+    }};
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_that_wait_for_room_on_their_connection_get_it_in_their_turn() {
+    for call in [read, write] {
+        let stack = Arc::new(room_for_one!());
+        let start = Instant::now();
+        let calls = [(); 5].map(|()| {
+            let stack = Arc::clone(&stack);
+            tokio::spawn(async move { stack.send(call()).await })
+        });
+        for call in calls {
+            call.await.unwrap().unwrap();
+        }
+        assert_eq!(start.elapsed(), 5 * SECOND);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_refused_keeps_no_room_on_the_connection() {
+    for call in [read, write] {
+        let stack = room_for_one!();
+        let other = stack.clone();
+        let refused = other.send(call().within(Duration::ZERO)).await.unwrap_err();
+        assert_eq!(refused.delivery(), Delivery::NotSent);
+        let start = Instant::now();
+        stack.send(call()).await.unwrap();
+        assert_eq!(start.elapsed(), SECOND);
+    }
+}

@@ -78,6 +78,19 @@ struct Link<M: Service<()>> {
     ready: bool,
 }
 
+impl<M: Service<()>> Link<M> {
+    /// Lets go of what the connection keeps for the next call: room for one, or a place in the queue for that. Nobody
+    /// who does not call gives it back, and whoever waits behind it would wait for ever.
+    #[cold]
+    fn release(&mut self)
+    where
+        M::Response: Clone,
+    {
+        self.ready = false;
+        self.connection = self.connection.clone();
+    }
+}
+
 impl<M: Service<()>> Reconnect<M>
 where
     M::Error: Into<BoxError>,
@@ -123,6 +136,18 @@ impl<M: Service<()>> Reconnect<M> {
         ready.then_some(&link.local)
     }
 
+    /// The call that was to come was refused by a layer above, if the connection is still ready for it: what the
+    /// connection keeps for it is let go.
+    #[inline]
+    pub(crate) fn release_unused(&mut self)
+    where
+        M::Response: Clone,
+    {
+        if let Some(link) = self.link.as_mut().filter(|link| link.ready) {
+            link.release();
+        }
+    }
+
     /// That connection, for the one call that it is ready for.
     #[inline]
     pub(crate) fn take_ready(&mut self) -> Option<&mut M::Response> {
@@ -158,7 +183,7 @@ where
                     self.shared.lost(&generation, &error, None);
                     self.found_dead = Some(Box::new(Attempt::of(&error, Some(generation.number))));
                 }
-                Poll::Pending => link.ready = false,
+                Poll::Pending => link.release(),
             }
         }
         Poll::Ready(Ok(()))
@@ -173,13 +198,16 @@ where
         }
         if let Some(link) = &mut self.link
             && std::mem::take(&mut link.ready)
-            && self.shared.is_current(&link.local.generation)
-            && !self.shared.is_closing()
-            // Where a layer lies above, it has seen to that.
-            && !(outermost && is_over(request.context()))
         {
-            self.found_dead = None;
-            return ResponseFuture::sent(request, effect, outermost, &link.local, &mut link.connection);
+            if self.shared.is_current(&link.local.generation)
+                && !self.shared.is_closing()
+                // Where a layer lies above, it has seen to that.
+                && !(outermost && is_over(request.context()))
+            {
+                self.found_dead = None;
+                return ResponseFuture::sent(request, effect, outermost, &link.local, &mut link.connection);
+            }
+            link.release();
         }
         let found_dead = self.found_dead.take().map(|attempt| *attempt);
         ResponseFuture::waiting(request, effect, outermost, Arc::clone(&self.shared), found_dead)

@@ -13,7 +13,8 @@ use crate::{
 };
 
 /// Makes the ready-made checks of [`mcp::checks`](crate::mcp::checks) checks of the SDK's requests. All that is said
-/// there holds.
+/// there holds, of what the SDK's types have place for: a member that the protocol does not know beside a tool's
+/// content, such as a `nextCursor`, is not seen. What is in the `structuredContent` is.
 ///
 /// ```
 /// use goaround::{Stack, WriteSafetyLayer, mcp::{ToolRules, checks}, sdk::{self, Client, Connector}};

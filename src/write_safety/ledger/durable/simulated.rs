@@ -546,6 +546,99 @@ async fn settlements_while_it_fails_are_in_the_file_that_its_end_writes() {
     assert_eq!(ledger.settled_by_hand()[0].state, State::Forgotten { by: "jane".into() });
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn under_many_threads_a_disk_that_fails_now_and_then_tells_nobody_more_than_it_has_stored() {
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let disk = Simulated::default();
+    let ledger = options(Duration::from_micros(200)).start(disk.clone(), &[]).unwrap();
+    /// What a write must be in the end: `None` for nothing, else its attempts and whether it is in doubt.
+    type End = Option<(u32, bool)>;
+    let expected = Arc::new(Mutex::new(BTreeMap::<u64, End>::new()));
+    let [entered, settling] = [(); 2].map(|()| Arc::new(Mutex::new(Vec::new())));
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..12_u64 {
+        let (ledger, expected) = (ledger.clone(), Arc::clone(&expected));
+        let [entered, settling] = [&entered, &settling].map(Arc::clone);
+        let mut random = random.fork();
+        tasks.spawn(async move {
+            for n in 0..150 {
+                let n = task * 1000 + n;
+                let end = |end: End| {
+                    expected.lock().unwrap().insert(n, end);
+                };
+                if random.u8(..10) == 0 {
+                    let mut gone = Box::pin(ledger.enter(entry(n)));
+                    let _ = gone.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+                    drop(gone);
+                    end(None);
+                    continue;
+                }
+                let Ok(revision) = ledger.enter(entry(n)).await else {
+                    end(None);
+                    continue;
+                };
+                entered.lock().unwrap().push(n);
+                match random.u8(..4) {
+                    0 => end(Some((1, false))),
+                    1 => match ledger.claim(id(n), revision).await {
+                        Ok(_) => end(Some((2, false))),
+                        Err(_) => end(Some((1, false))),
+                    },
+                    2 => {
+                        let _ = ledger.settle(id(n), revision, lost()).await;
+                        end(Some((1, true)));
+                    }
+                    _ => {
+                        settling.lock().unwrap().push(n);
+                        let _ = ledger.settle(id(n), revision, State::Answered).await;
+                        end(None);
+                    }
+                }
+                if random.u8(..8) == 0 {
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+    }
+    let mut cuts = 0;
+    while !tasks.is_empty() {
+        let fault = match random.u8(..8) {
+            0 => Some(Fault::Sync),
+            1 => Some(Fault::SyncAndReplace),
+            2 => Some(Fault::Replace),
+            3 => Some(Fault::Uncertain),
+            4 => Some(Fault::Full(disk.now().len() + random.usize(..600))),
+            _ => None,
+        };
+        disk.fault(fault);
+        tokio::time::sleep(Duration::from_micros(random.u64(50..2_000))).await;
+        let stored = entered.lock().unwrap().clone();
+        let after = unsettled(&disk.after_power_cut(&mut random));
+        let settled = settling.lock().unwrap().clone();
+        for n in stored.iter().filter(|n| !settled.contains(n)) {
+            assert!(after.contains_key(n), "the write {n} is lost");
+        }
+        cuts += 1;
+        while let Some(task) = tasks.try_join_next() {
+            task.unwrap();
+        }
+    }
+    disk.fault(None);
+    tokio::time::sleep(Duration::from_millis(2)).await;
+    ledger.enter(entry(900_000)).await.unwrap();
+    drop(ledger);
+    let found = unsettled(&disk.now());
+    let (mut there, mut gone) = (0, 0);
+    for (n, expected) in &*expected.lock().unwrap() {
+        let found = found.get(n).map(|entry| (entry.attempts, entry.state == lost()));
+        assert_eq!(found, *expected, "{n}");
+        *if found.is_some() { &mut there } else { &mut gone } += 1;
+    }
+    assert!(there > 20 && gone > 20 && cuts > 5, "{there} {gone} {cuts}");
+}
+
 // ===== what an earlier run left =====
 
 fn own(n: u64) -> EntryId {
