@@ -427,6 +427,7 @@ async fn an_answer_that_is_there_wins_over_a_deadline_that_has_passed() {
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many calls")]
 async fn frames_behind_a_stalled_pipe_can_be_withdrawn_and_do_not_pile_up() {
     let wire = Wire::new();
     let client = wire.connect(Client::builder().max_in_flight(2));
@@ -454,6 +455,7 @@ fn start_now(client: &Client, request: Request) -> Spawn<ResponseFuture> {
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many calls")]
 async fn a_batch_is_small_so_that_the_rest_can_be_withdrawn() {
     let wire = Wire::new();
     let client = wire.connect(Client::builder());
@@ -579,6 +581,7 @@ async fn an_answer_that_nobody_took_is_a_late_one() {
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many calls")]
 async fn the_last_thousand_calls_are_remembered() {
     let seen = Seen::default();
     let wire = Wire::open();

@@ -289,6 +289,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many names")]
     fn the_names_that_are_kept_are_bounded() {
         let mut catalog = Catalog::default();
         let name = "x".repeat(1 << 20);

@@ -11,6 +11,11 @@
 //! *current* one makes the next connect due; and a connect's result lives in the [`Ticket`] of that connect,
 //! so that a waiter that is late finds the result of the one it waited for and of no other.
 
+#[cfg(not(goaround_loom))]
+use std::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicU64},
+};
 use std::{
     collections::{BTreeMap, VecDeque},
     future::Future,
@@ -18,13 +23,18 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, OnceLock, PoisonError, Weak,
+        atomic::{self, Ordering},
     },
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
+#[cfg(goaround_loom)]
+use loom::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicU64},
+};
 use tokio::{
     sync::Notify,
     time::{Instant, Sleep},
@@ -141,7 +151,7 @@ pub(crate) struct Local<M: Service<()>> {
     pub(super) shared: Arc<Shared<M>>,
     pub(super) generation: Arc<Generation>,
     /// Whether the service itself, and not only its calls, holds this.
-    held: AtomicBool,
+    held: atomic::AtomicBool,
     /// What calls hold that are on this connection and do not hold this.
     lane: OnceLock<Weak<AnySeat>>,
 }
@@ -440,7 +450,7 @@ where
         generation: Arc<Generation>,
         held: bool,
     ) -> Arc<Local<M>> {
-        let (shared, held) = (Arc::clone(self), AtomicBool::new(held));
+        let (shared, held) = (Arc::clone(self), atomic::AtomicBool::new(held));
         let local = Arc::new(Local { shared, generation, held, lane: OnceLock::new() });
         state.locals.enter(&local);
         local
@@ -507,7 +517,7 @@ impl<M: Service<()>> Shared<M> {
 }
 
 impl<M: Service<()>> Seat for Local<M> {
-    fn held(&self) -> &AtomicBool {
+    fn held(&self) -> &atomic::AtomicBool {
         &self.held
     }
 
@@ -805,3 +815,6 @@ where
         self.report_last();
     }
 }
+
+#[cfg(all(test, goaround_loom))]
+mod loom_tests;

@@ -326,6 +326,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    #[cfg_attr(miri, ignore = "too many calls")]
     async fn the_short_way_and_the_layers_say_the_same_of_every_call() {
         for first in WAYS {
             for second in WAYS {

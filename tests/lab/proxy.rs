@@ -303,10 +303,10 @@ async fn relay(
     let mut client = Some(client);
     match fate {
         ResetBefore => {
-            client.take().map(reset);
+            reset(client?);
             return None;
         }
-        ResetThenDeliver => drop(client.take().map(reset)),
+        ResetThenDeliver => reset(client.take()?),
         CloseThenDeliver => close(client.take()?).await,
         HalfCloseToClient => drop(client.as_mut()?.shutdown().await),
         Delay => sleep(Duration::from_millis(random.u64(0..60))).await,
@@ -324,7 +324,7 @@ async fn relay(
         return None;
     };
     match fate {
-        ResetAfter => drop(client.take().map(reset)),
+        ResetAfter => reset(client.take()?),
         HalfCloseToServer => server.shutdown().await.ok()?,
         CutRequest => {
             end(server, &mut random).await;

@@ -228,6 +228,7 @@ mod tests {
     }
 
     #[tokio::test]
+    #[cfg_attr(miri, ignore = "ten thousand entries")]
     async fn a_full_ledger_drops_what_blocks_nothing_and_then_admits_no_more() {
         let ledger = MemoryLedger::new();
         ledger.keep(entry(0, None));
