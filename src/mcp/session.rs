@@ -6,7 +6,10 @@ use std::{
     hash::BuildHasher,
     mem,
     pin::{Pin, pin},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     task::Poll,
     time::Duration,
 };
@@ -98,6 +101,8 @@ pub(super) struct Session {
     envelope: Option<RwLock<Arc<Envelope>>>,
     /// What the server says of its tools on this connection.
     catalog: RwLock<Arc<Catalog>>,
+    /// How often the server had said that they have changed when that was asked for.
+    listed: AtomicU64,
     /// One list at a time is read, so that the later one counts.
     listing: tokio::sync::Mutex<()>,
     cursors: Mutex<Cursors>,
@@ -208,6 +213,7 @@ impl Session {
             wires,
             envelope,
             catalog: RwLock::default(),
+            listed: AtomicU64::new(0),
             listing: tokio::sync::Mutex::default(),
             cursors: Mutex::default(),
             restored: Mutex::default(),
@@ -267,6 +273,10 @@ impl Session {
     /// Whether a call that was stamped by a trusted annotation still may do no more than that on this
     /// connection.
     pub(super) fn upholds(&self, request: &Request) -> bool {
+        // Once the server has said that its tools have changed, nothing is known of them until they are listed again.
+        if self.listed.load(Ordering::Acquire) != self.wires.changes.load(Ordering::Acquire) {
+            return effect_of(request) == crate::Effect::Write;
+        }
         let catalog = self.catalog.read().unwrap_or_else(PoisonError::into_inner).clone();
         let now = tool_of(request).and_then(|tool| catalog.get(&tool)).unwrap_or(crate::Effect::Write);
         strength(now) <= strength(effect_of(request))
@@ -417,6 +427,7 @@ impl Session {
 
     async fn list_tools(&self, client: &Client) {
         let _listing = self.listing.lock().await;
+        let changes = self.wires.changes.load(Ordering::Acquire);
         let catalog = match Catalog::read(client, |request| self.dress(request).0).await {
             Ok(catalog) => catalog,
             Err(error) => {
@@ -427,6 +438,15 @@ impl Session {
                 Catalog::default()
             }
         };
+        self.set_catalog(catalog);
+        self.listed.store(changes, Ordering::Release);
+        if self.wires.changes.load(Ordering::Acquire) != changes {
+            // What was read is older than the server's word, which leads to another list.
+            self.set_catalog(Catalog::default());
+        }
+    }
+
+    fn set_catalog(&self, catalog: Catalog) {
         let catalog = Arc::new(catalog);
         *self.catalog.write().unwrap_or_else(PoisonError::into_inner) = catalog.clone();
         // A connection that is about to be replaced must not overrule the one that replaced it.
@@ -504,6 +524,9 @@ async fn follow(
             }
             News::StreamEnded { refused: false } => sleep(LISTEN_AGAIN).await,
             News::Changed => {
+                if let Some(session) = session.upgrade() {
+                    session.set_catalog(Catalog::default());
+                }
                 sleep(DEBOUNCE).await;
                 // What was said meanwhile is in the list that is read now.
                 pin!(wires.tools_changed.notified()).enable();
@@ -637,6 +660,8 @@ pub(super) struct Wires {
     acknowledged: Mutex<VecDeque<u64>>,
     heard: Notify,
     tools_changed: Notify,
+    /// How often the server has said so.
+    changes: AtomicU64,
     pub(super) calls: Arc<Calls>,
 }
 
@@ -689,7 +714,10 @@ impl Handler for Inbox {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
             "notifications/progress" => self.wires.calls.progress(&notification),
             "notifications/cancelled" => self.wires.calls.taken_back(&notification),
-            "notifications/tools/list_changed" => self.wires.tools_changed.notify_one(),
+            "notifications/tools/list_changed" => {
+                self.wires.changes.fetch_add(1, Ordering::AcqRel);
+                self.wires.tools_changed.notify_one();
+            }
             _ => {}
         }
         if !self.settings.handler.notification(notification) {

@@ -9,7 +9,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -116,6 +116,8 @@ pub(super) struct Inner {
     first: bool,
     /// Whether the list of tools is about to be read.
     is_listing: AtomicBool,
+    /// How often the server has said that its tools have changed.
+    changes: AtomicU64,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
     has_handshake: AtomicBool,
 }
@@ -176,6 +178,7 @@ impl Inner {
             catalog: Mutex::new(None),
             first,
             is_listing: AtomicBool::new(false),
+            changes: AtomicU64::new(0),
             has_handshake: AtomicBool::new(false),
         };
         (Arc::new(inner), exited)
@@ -196,6 +199,18 @@ impl Inner {
 
     pub(super) fn set_catalog(&self, catalog: Arc<Catalog>) {
         *lock(&self.catalog) = Some(catalog);
+    }
+
+    /// From now on all tools are writes.
+    pub(super) fn distrust_tools(&self) {
+        let nothing = Arc::<Catalog>::default();
+        self.memory.set_catalog(Arc::clone(&nothing));
+        self.set_catalog(nothing);
+    }
+
+    /// How often the server has said that its tools have changed.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
     }
 
     pub(super) fn peer(&self) -> Option<&Peer<RoleClient>> {
@@ -286,9 +301,8 @@ impl Inner {
                 }
                 ServerNotification::ToolListChangedNotification(_) if self.memory.wants_tools() => {
                     // Until it is read anew nothing is trusted.
-                    let nothing = Arc::<Catalog>::default();
-                    self.memory.set_catalog(Arc::clone(&nothing));
-                    self.set_catalog(nothing);
+                    self.changes.fetch_add(1, Ordering::AcqRel);
+                    self.distrust_tools();
                     if !self.is_listing.swap(true, Ordering::AcqRel) {
                         self.runtime.spawn(read_tools_soon(Arc::downgrade(self)));
                     }

@@ -175,6 +175,7 @@ pub(super) async fn restore(inner: &Arc<Inner>) -> Result<(), ServiceError> {
 
 /// Reads the list of tools. On a list that cannot be read all tools are writes.
 pub(super) async fn read_tools(inner: &Arc<Inner>) {
+    let changes = inner.changes();
     let catalog = timeout(LIST, list_tools(inner)).await.ok().flatten();
     if catalog.is_none() {
         tracing::warn!(target: "goaround", "the list of tools could not be read: all of them are writes");
@@ -182,6 +183,10 @@ pub(super) async fn read_tools(inner: &Arc<Inner>) {
     let catalog = Arc::new(catalog.unwrap_or_default());
     inner.memory.set_catalog(Arc::clone(&catalog));
     inner.set_catalog(catalog);
+    if inner.changes() != changes {
+        // What was read is older than the server's word, which leads to another list.
+        inner.distrust_tools();
+    }
 }
 
 async fn list_tools(inner: &Arc<Inner>) -> Option<Catalog> {

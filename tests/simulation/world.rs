@@ -647,12 +647,15 @@ impl World {
         let mut state = self.lock();
         let number = state.processes.len();
         let annotated = self.plan().annotated;
-        let mut hint = || match annotated {
+        let mut hint = |others: &[Hint]| match annotated {
             true if state.rng.bool() => Hint::ReadOnly,
-            true => Hint::OTHERS[state.rng.usize(0..Hint::OTHERS.len())],
+            true => others[state.rng.usize(0..others.len())],
             false => Hint::None,
         };
-        let hints = [hint(), hint()];
+        let hints = [
+            hint(&[Hint::None, Hint::Destructive]),
+            hint(&[Hint::None, Hint::Destructive, Hint::Idempotent, Hint::Idempotent]),
+        ];
         let process = Process(Arc::new(ProcessInner {
             world: self.clone(),
             number,
@@ -891,12 +894,8 @@ pub enum Hint {
     None,
     ReadOnly,
     Destructive,
-    /// Of a tool for which it is true; else there is none.
+    /// Said only where it is true.
     Idempotent,
-}
-
-impl Hint {
-    const OTHERS: [Self; 3] = [Hint::None, Hint::Destructive, Hint::Idempotent];
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -957,10 +956,7 @@ impl Process {
 
     /// What it says of the tool that writes, or of the one that does so idempotently.
     pub fn hint(&self, idempotent: bool) -> Hint {
-        match self.hints[usize::from(idempotent)] {
-            Hint::Idempotent if !idempotent => Hint::None,
-            hint => hint,
-        }
+        self.hints[usize::from(idempotent)]
     }
 
     /// The client has reason not to use it any more.
