@@ -1022,18 +1022,19 @@ impl Process {
         state.handed.insert(token, order);
     }
 
-    /// A message of that call has arrived to its last byte; whether it is the first of it.
-    pub fn arrives(&self, token: u32) -> bool {
-        let first = self.arrives_unjudged(token);
+    /// A message of that call has arrived to its last byte; whether it is the first of it. `queued` says since when
+    /// it may have waited, for worlds in which hand-overs are not seen.
+    pub fn arrives(&self, token: u32, queued: Option<u64>) -> bool {
+        let first = self.arrives_unjudged(token, queued);
         self.world.judge_arrival(token, first);
         first
     }
 
-    fn arrives_unjudged(&self, token: u32) -> bool {
+    fn arrives_unjudged(&self, token: u32, queued: Option<u64>) -> bool {
         let mut state = self.world.lock();
         let handed = match state.handed.get(&token) {
             Some(handed) => *handed,
-            None => state.tick(),
+            None => queued.unwrap_or_else(|| state.tick()),
         };
         let first = state.arrived.iter().all(|arrived| arrived.token != token);
         state.arrived.push(Arrived { token, handed });
