@@ -418,8 +418,10 @@ struct Applied {
 #[derive(Clone, Copy)]
 struct Arrived {
     token: u32,
-    /// When it was handed to the connection.
+    /// When it was handed to the connection, at the latest.
     handed: u64,
+    /// And at the earliest.
+    queued: u64,
 }
 
 /// What is known of a call.
@@ -785,7 +787,7 @@ impl World {
                     && !calls.again
                     && self.touch(*token, *other)
                     && seen.begun > first.handed
-                    && seen.acknowledged.is_some_and(|at| at < replay.handed);
+                    && seen.acknowledged.is_some_and(|at| at < replay.queued);
                 if over {
                     found.push(Wrong::Overwritten { by: *token, write: *other });
                 }
@@ -1032,12 +1034,15 @@ impl Process {
 
     fn arrives_unjudged(&self, token: u32, queued: Option<u64>) -> bool {
         let mut state = self.world.lock();
-        let handed = match state.handed.get(&token) {
-            Some(handed) => *handed,
-            None => queued.unwrap_or_else(|| state.tick()),
+        let (handed, queued) = match state.handed.get(&token) {
+            Some(handed) => (*handed, *handed),
+            None => {
+                let now = state.tick();
+                (now, queued.unwrap_or(now))
+            }
         };
         let first = state.arrived.iter().all(|arrived| arrived.token != token);
-        state.arrived.push(Arrived { token, handed });
+        state.arrived.push(Arrived { token, handed, queued });
         drop(state);
         note!(self.world, "process {}: {token} arrives, first: {first}", self.number);
         first
