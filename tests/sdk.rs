@@ -468,6 +468,28 @@ async fn a_trusted_annotation_makes_a_read_and_one_that_is_taken_back_makes_none
 }
 
 #[tokio::test]
+async fn a_list_of_tools_that_is_older_than_the_servers_word_of_a_change_is_not_trusted() {
+    // Once it has begun to, the server says before each list that its tools have changed.
+    let tools = r#"
+        word() { echo '{"jsonrpc":"2.0","method":"notifications/tools/list_changed"}'; }
+        change() { changing=yes; word; result changed; }
+        tools() {
+            [ -z "$changing" ] || word
+            answer '{"tools":[{"name":"die","inputSchema":{"type":"object"},"annotations":{"readOnlyHint":true}}]}'
+        }"#;
+    let lab = Lab::new();
+    let trusting = Connector::stdio((), lab.command(tools)).tools(ToolRules::new().trust_annotations());
+    let client = lab.stack(trusting);
+    client.ping().await.unwrap();
+    assert_eq!(call(&client, "change").await.unwrap(), "changed");
+    until(|| lab.count("tools/list") > 3).await;
+    let error = call(&client, "die").await.unwrap_err();
+    assert_eq!((error.basis(), error.outcome()), (Basis::Default, Outcome::Unknown));
+    assert_eq!(lab.count("die"), 1);
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
 async fn a_page_of_a_lost_session_is_refused_and_a_whole_list_begun_again() {
     let pages = r#"
         tools() {

@@ -82,7 +82,8 @@ impl ToolRules {
     /// `readOnlyHint` makes a tool read-only, `idempotentHint` idempotent; everything else is a write, and so is
     /// a tool whose hints contradict each other (read-only and destructive), are no booleans, or differ between
     /// two entries of the same name. The tools are listed when a connection begins, before any call runs on it,
-    /// and again when the server says that the list has changed; on a list that cannot be read, all are writes.
+    /// and again when the server says that the list has changed; from that word on until the list is there all are
+    /// writes, and so they are on a list that cannot be read.
     /// As long as nothing has been connected, nothing is known: the first call of all is a write, unless a rule
     /// names its tool.
     #[must_use]

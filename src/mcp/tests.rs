@@ -1007,6 +1007,39 @@ async fn a_call_whose_trusted_effect_no_longer_holds_is_refused_on_the_new_conne
 }
 
 #[tokio::test(start_paused = true)]
+async fn from_the_word_that_the_tools_have_changed_on_no_annotation_is_trusted_until_they_are_listed_again() {
+    for version in ProtocolVersion::ALL {
+        let mut lab = Lab::trusting();
+        let tools = || vec![vec![reads("get"), listed("label", json!({ "idempotentHint": true }))]];
+        let (connection, mut server) = pair_with_tools(&mut lab, version, tools()).await;
+        let [get, label] = ["get", "label"].map(|name| lab.stamped(tool(name)));
+        let nothing_is_trusted = async |lab: &Lab| {
+            for call in [&get, &label] {
+                let error = connection.request(call.clone()).await.unwrap_err();
+                assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+            }
+            assert_eq!(lab.classify(&tool("get")), None);
+        };
+        server.tools_changed().await;
+        sleep(Duration::from_millis(1)).await;
+        nothing_is_trusted(&lab).await;
+        // A list that was asked for before another such word is none.
+        let asked = server.asked("tools/list").await;
+        nothing_is_trusted(&lab).await;
+        server.tools_changed().await;
+        sleep(Duration::from_millis(1)).await;
+        server.answer(&asked, json!({ "tools": tools()[0] })).await;
+        sleep(Duration::from_millis(1)).await;
+        nothing_is_trusted(&lab).await;
+        list_tools(&mut server, tools()).await;
+        server.is_quiet().await;
+        assert_eq!(lab.classify(&tool("get")), READ);
+        exchange(&connection, &mut server, get, json!({})).await;
+        exchange(&connection, &mut server, label, json!({})).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn without_trust_the_tools_are_not_listed() {
     for version in ProtocolVersion::ALL {
         let mut lab = Lab::new();

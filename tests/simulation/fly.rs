@@ -24,7 +24,7 @@ use tower::Service;
 use crate::{
     judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
     ledger::Store,
-    world::{Branch, CANARIES, Favours, Lies, Seen, Sort, World, ms, note},
+    world::{Branch, CANARIES, Favours, Lies, Plan, Seen, Sort, World, ms, note},
 };
 
 /// What is sent over what.
@@ -309,11 +309,12 @@ struct Caller {
 }
 
 impl Caller {
-    fn new(token: u32, rng: &mut Rng, default: Duration, is_storm: bool, lies: Lies) -> Self {
+    fn new(token: u32, rng: &mut Rng, default: Duration, is_storm: bool, plan: &Plan) -> Self {
+        let idempotent = if plan.annotated { 50 } else { 20 };
         Self {
             token,
             is_write: rng.u32(0..100) < if is_storm { 20 } else { 70 },
-            is_idempotent: rng.u32(0..100) < 20 || lies.idempotent,
+            is_idempotent: rng.u32(0..100) < idempotent || plan.lies.idempotent,
             begins: ms(rng.u64(0..5_000)),
             limit: match rng.u32(0..10) {
                 0..3 => Some(ms(rng.u64(1..2_000))),
@@ -449,7 +450,7 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
     let calls = if is_storm { rng.u32(20..60) } else { rng.u32(1..7) };
     for token in 1..=calls {
         let stack = stacks[rng.usize(0..clones)].clone();
-        let caller = Caller::new(token, &mut rng, default, is_storm, world.plan().lies);
+        let caller = Caller::new(token, &mut rng, default, is_storm, world.plan());
         // Boxed: it is large, and would be moved about.
         flights.push(tokio::spawn(Box::pin(caller.call::<H>(stack, world.clone()))));
     }

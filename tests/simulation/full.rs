@@ -22,7 +22,7 @@ use goaround::{
 use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    time::{Sleep, sleep},
+    time::{Instant, Sleep, sleep},
 };
 use tower::Service;
 
@@ -345,6 +345,8 @@ struct PipeState {
     /// What was offered beyond that, as a transport remembers it that keeps copies.
     offered: Vec<u8>,
     stall: Option<Pin<Box<Sleep>>>,
+    /// Since when messages wait behind those that are held up, by the count of what happens, and until when.
+    queue: Option<(u64, Instant)>,
     broken: bool,
     /// The messages that may still be cancelled.
     cancels: BTreeMap<u64, Arc<AtomicBool>>,
@@ -355,6 +357,13 @@ enum Then {
     GoOn,
     Stall(Duration),
     Break,
+}
+
+impl PipeState {
+    /// Since when what arrives now may have waited in the client's queue.
+    fn queues_since(&self) -> Option<u64> {
+        self.queue.filter(|(_, until)| *until >= Instant::now()).map(|(since, _)| since)
+    }
 }
 
 impl Pipe {
@@ -480,7 +489,7 @@ impl Pipe {
         }
         let cancelled = Arc::new(AtomicBool::new(false));
         self.lock().cancels.insert(id, Arc::clone(&cancelled));
-        let first = self.process.arrives(token);
+        let first = self.process.arrives(token, self.lock().queues_since());
         let key = line.split_once("\"key\":\"").and_then(|(_, key)| Some(key.split_once('"')?.0.to_owned()));
         tokio::spawn(async move {
             let reply = pipe.process.put(token, key, first, &cancelled).await;
@@ -645,6 +654,8 @@ impl AsyncWrite for End {
                 }
                 Then::GoOn => None,
                 Then::Stall(wait) => {
+                    let since = state.queues_since().unwrap_or_else(|| pipe.world().lock().tick());
+                    state.queue = Some((since, Instant::now() + wait));
                     state.stall = Some(Box::pin(sleep(wait)));
                     state.verdict = Some((usize::MAX, Then::GoOn));
                     None

@@ -308,7 +308,7 @@ async fn wire(
             activity.sent();
         }
     }
-    let first = process.arrives(token);
+    let first = process.arrives(token, None);
     let said = process.put(token, None, first, &cancelled).await;
     if cancelled.load(Ordering::Relaxed) {
         world.cover(Branch::CancelledAfter);

@@ -421,8 +421,10 @@ struct Applied {
 #[derive(Clone, Copy)]
 struct Arrived {
     token: u32,
-    /// When it was handed to the connection.
+    /// When it was handed to the connection, at the latest.
     handed: u64,
+    /// And at the earliest.
+    queued: u64,
 }
 
 /// What is known of a call.
@@ -650,12 +652,15 @@ impl World {
         let mut state = self.lock();
         let number = state.processes.len();
         let annotated = self.plan().annotated;
-        let mut hint = || match annotated {
+        let mut hint = |others: &[Hint]| match annotated {
             true if state.rng.bool() => Hint::ReadOnly,
-            true => Hint::OTHERS[state.rng.usize(0..Hint::OTHERS.len())],
+            true => others[state.rng.usize(0..others.len())],
             false => Hint::None,
         };
-        let hints = [hint(), hint()];
+        let hints = [
+            hint(&[Hint::None, Hint::Destructive]),
+            hint(&[Hint::None, Hint::Destructive, Hint::Idempotent, Hint::Idempotent]),
+        ];
         let process = Process(Arc::new(ProcessInner {
             world: self.clone(),
             number,
@@ -785,7 +790,7 @@ impl World {
                     && !calls.again
                     && self.touch(*token, *other)
                     && seen.begun > first.handed
-                    && seen.acknowledged.is_some_and(|at| at < replay.handed);
+                    && seen.acknowledged.is_some_and(|at| at < replay.queued);
                 if over {
                     found.push(Wrong::Overwritten { by: *token, write: *other });
                 }
@@ -894,12 +899,8 @@ pub enum Hint {
     None,
     ReadOnly,
     Destructive,
-    /// Of a tool for which it is true; else there is none.
+    /// Said only where it is true.
     Idempotent,
-}
-
-impl Hint {
-    const OTHERS: [Self; 3] = [Hint::None, Hint::Destructive, Hint::Idempotent];
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -960,10 +961,7 @@ impl Process {
 
     /// What it says of the tool that writes, or of the one that does so idempotently.
     pub fn hint(&self, idempotent: bool) -> Hint {
-        match self.hints[usize::from(idempotent)] {
-            Hint::Idempotent if !idempotent => Hint::None,
-            hint => hint,
-        }
+        self.hints[usize::from(idempotent)]
     }
 
     /// The client has reason not to use it any more.
@@ -1029,21 +1027,25 @@ impl Process {
         state.handed.insert(token, order);
     }
 
-    /// A message of that call has arrived to its last byte; whether it is the first of it.
-    pub fn arrives(&self, token: u32) -> bool {
-        let first = self.arrives_unjudged(token);
+    /// A message of that call has arrived to its last byte; whether it is the first of it. `queued` says since when
+    /// it may have waited, for worlds in which hand-overs are not seen.
+    pub fn arrives(&self, token: u32, queued: Option<u64>) -> bool {
+        let first = self.arrives_unjudged(token, queued);
         self.world.judge_arrival(token, first);
         first
     }
 
-    fn arrives_unjudged(&self, token: u32) -> bool {
+    fn arrives_unjudged(&self, token: u32, queued: Option<u64>) -> bool {
         let mut state = self.world.lock();
-        let handed = match state.handed.get(&token) {
-            Some(handed) => *handed,
-            None => state.tick(),
+        let (handed, queued) = match state.handed.get(&token) {
+            Some(handed) => (*handed, *handed),
+            None => {
+                let now = state.tick();
+                (now, queued.unwrap_or(now))
+            }
         };
         let first = state.arrived.iter().all(|arrived| arrived.token != token);
-        state.arrived.push(Arrived { token, handed });
+        state.arrived.push(Arrived { token, handed, queued });
         drop(state);
         note!(self.world, "process {}: {token} arrives, first: {first}", self.number);
         first
