@@ -1885,6 +1885,10 @@ async fn a_wrong_value_refuses_each_call_and_is_named() {
         (refuse().check_timeout(Duration::ZERO), "check_timeout"),
         (refuse().quarantine(Duration::ZERO), "quarantine"),
         (refuse().max_checks(0), "max_checks"),
+        // What only a check makes use of.
+        (refuse().quarantine(SECOND), "quarantine"),
+        (refuse().check_timeout(SECOND), "check_timeout"),
+        (refuse().look_first(), "look_first"),
     ] {
         let lab = Lab::new();
         for call in [read(), write(), read()] {

@@ -107,6 +107,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     #[must_use]
     pub fn quarantine(self, quarantine: Duration) -> Self {
         let wrong = quarantine.is_zero().then_some("WriteSafetyLayer: quarantine must not be zero");
+        let idle = "WriteSafetyLayer: without a check a quarantine leads to nothing; begin with new(check)";
+        let wrong = wrong.or(self.needs_check(idle));
         self.set(wrong, |config| config.quarantine = Some(quarantine))
     }
 
@@ -116,6 +118,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     #[must_use]
     pub fn check_timeout(self, timeout: Duration) -> Self {
         let wrong = timeout.is_zero().then_some("WriteSafetyLayer: check_timeout must not be zero");
+        let idle = "WriteSafetyLayer: check_timeout is set and there is no check; begin with new(check)";
+        let wrong = wrong.or(self.needs_check(idle));
         self.set(wrong, |config| config.check_timeout = Some(timeout))
     }
 
@@ -247,7 +251,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// ```
     #[must_use]
     pub fn look_first(self) -> Self {
-        self.set(None, |config| config.look_first = true)
+        let wrong = self.needs_check("WriteSafetyLayer: look_first has no check to ask; begin with new(check)");
+        self.set(wrong, |config| config.look_first = true)
     }
 
     /// The wall clock, by which keys' windows end and the ledger's times are written; the system's by default.
@@ -324,6 +329,11 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// What makes no sense in the options, if something does.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         self.config.wrong.map_or(Ok(()), Err)
+    }
+
+    /// What is wrong with an option that is for a check, where there is none.
+    fn needs_check(&self, wrong: &'static str) -> Option<&'static str> {
+        self.config.check.is_none().then_some(wrong)
     }
 
     fn set(mut self, wrong: Option<&'static str>, set: impl FnOnce(&mut Config<Req, Res>)) -> Self {

@@ -129,10 +129,12 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
             move |doubt: InDoubt<H::Req, H::Res>| check::<H>(world.clone(), doubt)
         }),
     };
-    if let Some(quarantine) = plan.quarantine {
+    if let Some(quarantine) = plan.quarantine
+        && !plan.refuses
+    {
         layer = layer.quarantine(ms(quarantine));
     }
-    if plan.looks_first {
+    if plan.looks_first && !plan.refuses {
         layer = layer.look_first();
     }
     if rng.bool() {
@@ -141,7 +143,7 @@ fn layer<H: Harness>(world: &World, rng: &mut Rng) -> WriteSafetyLayer<H::Req, H
     if plan.favours == Favours::SlowConnects {
         layer = layer.attempt_timeout(ms(rng.u64(200..4_000)));
     }
-    if rng.u32(0..100) < 20 {
+    if rng.u32(0..100) < 20 && !plan.refuses {
         layer = layer.check_timeout(ms(rng.u64(50..8_000)));
     }
     if plan.independent {
