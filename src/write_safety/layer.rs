@@ -251,7 +251,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// ```
     #[must_use]
     pub fn look_first(self) -> Self {
-        let wrong = self.needs_check("WriteSafetyLayer: look_first has no check to ask; begin with new(check)");
+        let wrong =
+            self.needs_check("WriteSafetyLayer: look_first has no check to ask; begin with new(check)");
         self.set(wrong, |config| config.look_first = true)
     }
 
