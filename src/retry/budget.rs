@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn a_random_walk_agrees_with_plain_arithmetic() {
         let mut random = fastrand::Rng::with_seed(7);
-        for _ in 0..if cfg!(miri) { 5 } else { 200 } {
+        let walks = if cfg!(miri) { 5 } else { 200 };
+        for _ in 0..walks {
             let (max, returned) = (random.u32(0..20), random.u32(0..2_000));
             let throttle = Throttle::new(max, returned);
             let mut model = i64::from(max) * 1_000;
