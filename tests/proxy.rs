@@ -312,7 +312,7 @@ async fn fly(kind: Kind, seed: u64) -> (Tally, Met) {
             let faults = Faults::new(200..500, ms(2_000));
             faults.more(Fate::CloseThenDeliver, 5).more(Fate::ResetThenDeliver, 5)
         }
-        Kind::TrustedGateway => Faults::new(HOLD, LATEST).more(Fate::Gateway, 5),
+        Kind::TrustedGateway => Faults::new(HOLD, LATEST).more(Fate::Gateway, 15),
     };
     let mut proxy = Proxy::start(server.address(), faults, random.fork()).await;
     let said = Arc::default();

@@ -619,12 +619,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    #[cfg_attr(miri, ignore = "too many calls")]
     async fn a_thousand_reads_at_one_closure_cost_the_budget_once() {
         let cost = a_thousand_lost(|closure| closed(closure, Delivery::Ambiguous)).await;
         assert_eq!(cost, (1, 2_000));
     }
 
     #[tokio::test(start_paused = true)]
+    #[cfg_attr(miri, ignore = "too many calls")]
     async fn a_thousand_reads_of_a_session_that_is_gone_cost_the_budget_once() {
         let forgotten =
             |closure: &Closure| CallError::of_evidence(Evidence::SessionUnknown).at_closure(closure);

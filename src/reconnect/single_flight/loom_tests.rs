@@ -184,7 +184,7 @@ fn explore(scenario: impl Fn() + Send + Sync + 'static) {
     // For the timers, which never fire. Loom has all its threads on this one.
     let _entered = runtime.enter();
     let mut builder = Builder::new();
-    builder.preemption_bound = Some(2);
+    builder.preemption_bound = Some(3);
     builder.check(scenario);
 }
 
