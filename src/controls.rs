@@ -19,7 +19,9 @@ macro_rules! off {
 }
 
 #[cfg(goaround_controls)]
-pub use switches::{Guard, is_off, switch_off};
+pub(crate) use switches::is_off;
+#[cfg(goaround_controls)]
+pub use switches::{Guard, switch_off};
 
 #[cfg(goaround_controls)]
 mod switches {
@@ -84,7 +86,7 @@ mod switches {
     }
 
     /// Whether that guard is switched off on this thread.
-    pub fn is_off(guard: Guard) -> bool {
+    pub(crate) fn is_off(guard: Guard) -> bool {
         OFF.get() == Some(guard)
     }
 }
