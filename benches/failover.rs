@@ -380,6 +380,7 @@ fn main() {
          more by {extra:.2} ms"
     );
     if json {
+        ratios.insert("closure_vs_first_start".into(), (closure / fresh).into());
         let restart = json!({ "closure_to_read_ms": closure, "first_start_ms": fresh, "more_ms": extra });
         println!("{}", json!({ "ratios": ratios, "rows": rows, "restart": restart }));
     }

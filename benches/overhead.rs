@@ -391,6 +391,46 @@ fn rows(runtime: &Runtime) -> Vec<Row> {
         row("pending: floor", "pending: bare", runtime, read, Floor::new(later)),
         row("pending: stack", "pending: bare", runtime, read, stack!(later).build().expect("a stack")),
         row(
+            "pending: four layers by ServiceBuilder",
+            "pending: bare",
+            runtime,
+            read,
+            deadline()
+                .layer(WriteSafetyLayer::refuse())
+                .layer(RetryReadOnly)
+                .layer(ReconnectLayer::once())
+                .service(connector(later)),
+        ),
+        row("pending: deadline alone", "pending: bare", runtime, read, deadline().service(later)),
+        row(
+            "pending: write safety alone",
+            "pending: bare",
+            runtime,
+            read,
+            ServiceBuilder::new().layer(WriteSafetyLayer::refuse()).service(later),
+        ),
+        row(
+            "pending: retry alone",
+            "pending: bare",
+            runtime,
+            read,
+            ServiceBuilder::new().layer(RetryReadOnly).service(later),
+        ),
+        row(
+            "pending: reconnect alone",
+            "pending: bare",
+            runtime,
+            read,
+            ServiceBuilder::new().layer(ReconnectLayer::once()).service(connector(later)),
+        ),
+        row(
+            "pending: write, no check",
+            "pending: bare",
+            runtime,
+            write,
+            stack!(later).build().expect("a stack"),
+        ),
+        row(
             "pending: write, check",
             "pending: bare",
             runtime,
@@ -407,7 +447,7 @@ fn rows(runtime: &Runtime) -> Vec<Row> {
 // ===== Clones =====
 
 /// Ready calls over clones on so many threads at once: processor time of a call.
-fn on_threads<S>(stack: &S, threads: usize) -> f64
+fn on_threads<S>(stack: &S, make: fn(u64) -> Tagged<u64>, threads: usize) -> f64
 where
     S: Service<Tagged<u64>, Response = u64, Error = CallError> + Clone + Send,
 {
@@ -419,7 +459,7 @@ where
         let mut cx = Context::from_waker(Waker::noop());
         let mut call = |n| {
             assert!(matches!(stack.poll_ready(&mut cx), Poll::Ready(Ok(()))));
-            let Poll::Ready(Ok(answer)) = pin!(stack.call(read(n))).poll(&mut cx) else { panic!("ready") };
+            let Poll::Ready(Ok(answer)) = pin!(stack.call(make(n))).poll(&mut cx) else { panic!("ready") };
             black_box(answer);
         };
         (0..1_000).for_each(&mut call);
@@ -441,9 +481,10 @@ where
 
 /// Calls that are pending once, by so many tasks with clones of their own: processor time of a call, the
 /// runtime's included.
-fn by_tasks<S>(runtime: &Runtime, service: &S, tasks: u32) -> f64
+fn by_tasks<S, R>(runtime: &Runtime, service: &S, make: fn(u64) -> R, tasks: u32) -> f64
 where
-    S: Service<Tagged<u64>, Response = u64, Error: std::fmt::Debug, Future: Send> + Clone + Send + 'static,
+    S: Service<R, Response = u64, Error: std::fmt::Debug + Send, Future: Send> + Clone + Send + 'static,
+    R: Send + 'static,
 {
     const CALLS: u32 = 25_600;
     let start = all_busy();
@@ -453,7 +494,7 @@ where
             let mut service = service.clone();
             all.spawn(async move {
                 for n in 0..CALLS / tasks {
-                    let call = service.ready().await.expect("ready").call(read(u64::from(n)));
+                    let call = service.ready().await.expect("ready").call(make(u64::from(n)));
                     black_box(call.await.expect("an answer"));
                 }
             });
@@ -502,8 +543,10 @@ fn main() {
         let info = allocation_counter::measure(|| (row.run)(1_000));
         row.allocations = info.count_total as f64 / 1_000.0;
     }
-    let mut threads = [Vec::new(), Vec::new()];
-    let shared = stack!(Echo { pending: false }).build().expect("a stack");
+    let mut threads = [const { Vec::new() }; 4];
+    let check =
+        |doubt: InDoubt<Tagged<u64>, u64>| async move { Ok::<Verdict<u64>, BoxError>(doubt.unknown("")) };
+    let shared = stack!(Echo { pending: false }).check(check).build().expect("a stack");
     runtime.block_on(shared.send(read(0))).expect("an answer");
     for _ in 0..31 {
         for row in &mut rows {
@@ -513,44 +556,58 @@ fn main() {
         }
     }
     for _ in 0..9 {
-        for (samples, count) in threads.iter_mut().zip([1, 2]) {
-            samples.push(on_threads(&shared, count));
+        let turns: [(fn(u64) -> Tagged<u64>, usize); 4] = [(read, 1), (read, 2), (write, 1), (write, 2)];
+        for (samples, (make, count)) in threads.iter_mut().zip(turns) {
+            samples.push(on_threads(&shared, make, count));
         }
     }
     drop(_in_runtime);
 
     let figures = Figures(rows);
-    println!("{:<32} {:>9} {:>11} {:>12}", "one call", "ns", "over bare", "allocations");
+    println!("{:<38} {:>9} {:>11} {:>12}", "one call", "ns", "over bare", "allocations");
     for row in &figures.0 {
         let (ns, over) = (median(row.samples.clone()), figures.over(row.name));
-        println!("{:<32} {ns:>9.1} {over:>11.1} {:>12.2}", row.name, row.allocations);
+        println!("{:<38} {ns:>9.1} {over:>11.1} {:>12.2}", row.name, row.allocations);
     }
 
     let mut tasks = Vec::new();
     let later = Echo { pending: true };
-    let stack = stack!(later).build().expect("a stack");
-    let tower = towers!(later);
+    let stack = stack!(later).check(check).build().expect("a stack");
+    let (tower, resilience) = (towers!(later), resiliences!(later));
     let multi = Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
-    println!("\n{:<32} {:>9} {:>9} {:>9}", "pending once, in a runtime, ns", "bare", "stack", "tower");
+    println!(
+        "\n{:<32} {:>9} {:>9} {:>9} {:>9} {:>17}",
+        "pending once, in a runtime, ns", "bare", "read", "write", "tower", "tower-resilience"
+    );
     for (kind, runtime) in [("current-thread", &runtime), ("multi-thread", &multi)] {
         for count in [1, 2, 64] {
-            let mut samples = [Vec::new(), Vec::new(), Vec::new()];
+            let mut samples = [const { Vec::new() }; 5];
             for _ in 0..7 {
-                samples[0].push(by_tasks(runtime, &later, count));
-                samples[1].push(by_tasks(runtime, &stack, count));
-                samples[2].push(by_tasks(runtime, &tower, count));
+                samples[0].push(by_tasks(runtime, &later, read, count));
+                samples[1].push(by_tasks(runtime, &stack, read, count));
+                samples[2].push(by_tasks(runtime, &stack, write, count));
+                samples[3].push(by_tasks(runtime, &tower, read, count));
+                samples[4].push(by_tasks(runtime, &resilience, |n| n, count));
             }
-            let [bare, stack, tower] = samples.map(median);
-            println!("{:<32} {bare:>9.0} {stack:>9.0} {tower:>9.0}", format!("{kind}, {count} tasks"));
+            let [bare, stack, writes, tower, resilience] = samples.map(median);
+            println!(
+                "{:<32} {bare:>9.0} {stack:>9.0} {writes:>9.0} {tower:>9.0} {resilience:>17.0}",
+                format!("{kind}, {count} tasks")
+            );
             tasks.push(serde_json::json!({
-                "runtime": kind, "tasks": count, "bare_ns": bare, "stack_ns": stack, "tower_ns": tower,
+                "runtime": kind, "tasks": count, "bare_ns": bare, "stack_ns": stack, "write_ns": writes,
+                "tower_ns": tower, "tower_resilience_ns": resilience,
             }));
         }
     }
-    let [one, two] = &threads;
-    let two_vs_one = median(two.iter().zip(one).map(|(two, one)| two / one).collect());
-    let [one, two] = [median(one.clone()), median(two.clone())];
-    println!("\nclones on threads, ns a call: {one:.1} on one, {two:.1} on each of two");
+    let [one, two, one_write, two_writes] = &threads;
+    let two_vs_one =
+        |two: &[f64], one: &[f64]| median(two.iter().zip(one).map(|(two, one)| two / one).collect());
+    let (two_vs_one, two_writes_vs_one) = (two_vs_one(two, one), two_vs_one(two_writes, one_write));
+    let [one, two, one_write, two_writes] =
+        [one, two, one_write, two_writes].map(|samples| median(samples.clone()));
+    println!("\nclones on threads, ns a read: {one:.1} on one, {two:.1} on each of two");
+    println!("a write with a check: {one_write:.1} on one, {two_writes:.1} on each of two");
 
     let names = [
         ("ready_read_vs_floor", "stack", "floor"),
@@ -566,6 +623,7 @@ fn main() {
     ];
     let mut ratios = serde_json::Map::new();
     ratios.insert("two_threads_vs_one".into(), two_vs_one.into());
+    ratios.insert("two_threads_vs_one_write".into(), two_writes_vs_one.into());
     for (key, name, other) in names {
         ratios.insert(key.into(), figures.ratio(name, other).into());
     }
@@ -598,6 +656,7 @@ fn main() {
                 "rows": rows,
                 "tasks": tasks,
                 "threads_ns": [one, two],
+                "threads_write_ns": [one_write, two_writes],
             })
         );
     }

@@ -418,7 +418,8 @@ fn rows() -> Vec<Row> {
     for in_memory in [true, false] {
         for (payload, calls) in [(100, 6_400), (10_000, 1_600), (1_000_000, 32)] {
             for in_flight in [1, 16, 64, 1_024] {
-                if payload == 1_000_000 && in_flight > 16 {
+                // Gigabytes.
+                if payload == 1_000_000 && in_flight > 64 {
                     continue;
                 }
                 // At one in flight a child takes as long as the scheduler does.
@@ -490,12 +491,17 @@ fn main() {
         rows.iter().find(is).expect("a row")
     };
     let mut ratios = serde_json::Map::new();
-    let mut ratio = |key: &str, in_memory, payload, in_flight, other| {
+    let mut between = |key: &str, in_memory, payload, in_flight, ours, theirs| {
         let (ours, theirs) =
-            (find(Who::Goaround, in_memory, payload, in_flight), find(other, in_memory, payload, in_flight));
+            (find(ours, in_memory, payload, in_flight), find(theirs, in_memory, payload, in_flight));
         let pairs = ours.samples.iter().zip(&theirs.samples);
         let value = median(pairs.map(|(ours, theirs)| ours.per_second / theirs.per_second).collect());
         ratios.insert(key.to_owned(), value.into());
+    };
+    // What is left to a client on this pipe and with this server.
+    between("memory_bare_vs_rmcp_1mb_1", true, 1_000_000, 1, Who::Bare, Who::Rmcp);
+    let mut ratio = |key: &str, in_memory, payload, in_flight, theirs| {
+        between(key, in_memory, payload, in_flight, Who::Goaround, theirs);
     };
     ratio("memory_calls_vs_rmcp_1", true, 100, 1, Who::Rmcp);
     ratio("memory_calls_vs_rmcp_16", true, 100, 16, Who::Rmcp);
@@ -508,6 +514,8 @@ fn main() {
     ratio("memory_calls_vs_bare_1", true, 100, 1, Who::Bare);
     ratio("child_calls_vs_rmcp_1", false, 100, 1, Who::Rmcp);
     ratio("child_calls_vs_rmcp_64", false, 100, 64, Who::Rmcp);
+    ratio("child_calls_vs_rmcp_1024", false, 100, 1_024, Who::Rmcp);
+    ratio("child_calls_vs_rmcp_1mb_1", false, 1_000_000, 1, Who::Rmcp);
     ratio("child_calls_vs_bare_1", false, 100, 1, Who::Bare);
     println!();
     for (key, value) in &ratios {

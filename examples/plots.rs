@@ -1,7 +1,8 @@
 //! Draws the figures of `docs/performance.md` from what the benchmarks said.
 //!
-//! `cargo run --example plots -- docs/figures` reads `overhead.json` and `pipe.json` in that directory, each the last
-//! line of the benchmark of that name with `-- --json`, and writes a picture beside each.
+//! `cargo run --example plots -- docs/figures` reads `overhead.json`, `pipe.json`, `failover.json` and `ledger.json` in
+//! that directory, each the last line of the benchmark of that name with `-- --json`, and writes a picture beside each.
+//! (`outage.svg` is drawn by the example of that name, from all the seconds of its runs.)
 
 use std::{fs, path::Path};
 
@@ -77,8 +78,47 @@ fn pipe(directory: &Path) {
     fs::write(directory.join("pipe.svg"), picture.finish()).expect("the picture can be written");
 }
 
+fn failover(directory: &Path) {
+    let figures = read(directory, "failover.json");
+    let mut picture = svg::Picture::new();
+    picture.title("Reads in flight at a closure, until the last is answered");
+    for row in figures["rows"].as_array().expect("rows") {
+        let bars = [
+            ("goaround".to_owned(), number(&row["ms"])),
+            ("connect + one batch".to_owned(), number(&row["connect_and_batch_ms"])),
+        ];
+        picture.bars(&format!("{} reads, {} connect", row["reads"], row["connects"]), "ms", &bars);
+    }
+    let restart = &figures["restart"];
+    let bars = [
+        ("goaround, from the death".to_owned(), number(&restart["closure_to_read_ms"])),
+        ("a first start".to_owned(), number(&restart["first_start_ms"])),
+    ];
+    picture.bars("a real server dies at a read", "ms", &bars);
+    fs::write(directory.join("failover.svg"), picture.finish()).expect("the picture can be written");
+}
+
+fn ledger(directory: &Path) {
+    let figures = read(directory, "ledger.json");
+    let mut picture = svg::Picture::new();
+    picture.title("Durable writes a second");
+    let each = ("one sync a write".to_owned(), number(&figures["sync_each_per_s"]));
+    for in_flight in [1, 16, 64, 256] {
+        let of = |what| number(&figures[format!("{what}_{in_flight}_per_s")]);
+        let bars = [
+            each.clone(),
+            ("the ledger".to_owned(), of("durable")),
+            ("through a stack".to_owned(), of("durable_stack")),
+        ];
+        picture.bars(&format!("{in_flight} in flight"), "", &bars);
+    }
+    fs::write(directory.join("ledger.svg"), picture.finish()).expect("the picture can be written");
+}
+
 fn main() {
     let directory = std::env::args().nth(1).expect("the directory of the figures");
     overhead(Path::new(&directory));
     pipe(Path::new(&directory));
+    failover(Path::new(&directory));
+    ledger(Path::new(&directory));
 }

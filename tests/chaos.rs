@@ -9,7 +9,7 @@
 //! That it can fail is shown by rounds with servers whose exit ends nothing, though it is said to: duplicates must be
 //! found in them.
 //!
-//! `GOAROUND_CHAOS=n` says how many rounds there are (200 by default), `GOAROUND_CHAOS_SEED=s` where they begin.
+//! `GOAROUND_CHAOS=n` says how many rounds there are (200 by default), `GOAROUND_SEED=s` where they begin.
 #![allow(missing_docs)]
 
 #[cfg(not(target_os = "linux"))]
@@ -81,7 +81,7 @@ mod server {
 
     pub(super) fn run(folder: &Path) {
         let is_wrong = number("GOAROUND_CHAOS_WRONG").is_some();
-        let seed = number("GOAROUND_CHAOS_SEED").unwrap_or_default();
+        let seed = number("GOAROUND_SEED").unwrap_or_default();
         let pid = getpid().as_raw_nonzero().get();
         let mut random = fastrand::Rng::with_seed(seed ^ pid as u64);
         append(&folder.join("pids"), &pid.to_string());
@@ -202,7 +202,7 @@ mod client {
 
     async fn calls(folder: &Path) {
         let first = number("GOAROUND_CHAOS_FIRST").unwrap_or_default();
-        let mut random = Rng::with_seed(number("GOAROUND_CHAOS_SEED").unwrap_or_default() ^ first);
+        let mut random = Rng::with_seed(number("GOAROUND_SEED").unwrap_or_default() ^ first);
         let tokens: Arc<Mutex<HashMap<CallId, u64>>> = Arc::default();
         let (known, told) = (Arc::clone(&tokens), folder.join("told"));
         let stack = Stack::builder(child(folder))
@@ -325,7 +325,7 @@ mod rounds {
 
     pub(super) fn run() -> ExitCode {
         let rounds = number("GOAROUND_CHAOS").unwrap_or(200);
-        let from = number("GOAROUND_CHAOS_SEED").unwrap_or_else(|| fastrand::u64(..));
+        let from = number("GOAROUND_SEED").unwrap_or_else(|| fastrand::u64(..));
         println!("chaos: {rounds} rounds from seed {from}");
         let start = Instant::now();
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
@@ -390,7 +390,7 @@ mod rounds {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command
             .env("GOAROUND_CHAOS_CLIENT", folder)
-            .env("GOAROUND_CHAOS_SEED", seed.to_string())
+            .env("GOAROUND_SEED", seed.to_string())
             .env("GOAROUND_CHAOS_FIRST", first.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

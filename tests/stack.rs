@@ -12,9 +12,9 @@ use std::{
 
 use backon::ConstantBuilder;
 use goaround::{
-    BoxError, Call, CallError, Cause, ConnectError, DeadlineLayer, Delivery, Effect, Event, InDoubt, Outcome,
-    Reconnect, ReconnectLayer, Refusal, Retry, RetryReadOnly, Stack, Tagged, Verdict, WriteSafety,
-    WriteSafetyLayer, jsonrpc, mcp, stdio,
+    BoxError, Call, CallError, Cause, ConnectError, DeadlineLayer, Delivery, Effect, Event, Evidence,
+    InDoubt, Outcome, Reconnect, ReconnectLayer, Refusal, Retry, RetryReadOnly, Stack, Tagged, Verdict,
+    WriteSafety, WriteSafetyLayer, jsonrpc, mcp, stdio,
 };
 use http_body_util::{BodyExt, Full};
 use tokio::time::{Instant, advance, sleep};
@@ -842,5 +842,53 @@ async fn a_call_that_is_refused_keeps_no_room_on_the_connection() {
         let start = Instant::now();
         stack.send(call()).await.unwrap();
         assert_eq!(start.elapsed(), SECOND);
+    }
+}
+
+// ----- copies of the request
+
+/// Counts the copies that are made of it.
+#[derive(Default)]
+struct Counted {
+    made: Arc<AtomicU32>,
+    /// As many as there are copies, and one.
+    there: Arc<()>,
+}
+
+impl Clone for Counted {
+    fn clone(&self) -> Self {
+        self.made.fetch_add(1, Ordering::Relaxed);
+        Self { made: Arc::clone(&self.made), there: Arc::clone(&self.there) }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_copied_only_where_a_replay_may_follow_and_the_copy_goes_with_the_call() {
+    type Writes = WriteSafetyLayer<Tagged<Counted>, ()>;
+    let check = || Writes::new(|doubt: InDoubt<_, _>| async move { Ok::<_, BoxError>(doubt.not_landed()) });
+    for (effect, writes, copies) in [
+        (Effect::ReadOnly, Writes::refuse(), 1),
+        (Effect::Write, Writes::refuse(), 0),
+        (Effect::Idempotent, Writes::refuse(), 0),
+        (Effect::Write, check(), 1),
+        (Effect::Idempotent, Writes::refuse().replay_idempotent(), 1),
+        (Effect::Write, Writes::refuse().trust(Evidence::TooManyRequests), 1),
+    ] {
+        let connector = service_fn(|()| async {
+            Ok::<_, CallError>(service_fn(|_: Tagged<Counted>| async { Ok::<_, CallError>(()) }))
+        });
+        let stack = Stack::builder(connector).writes(writes).build().unwrap();
+        // The first call connects, and the second finds a connection.
+        for _ in 0..2 {
+            let counted = Counted::default();
+            let (made, there) = (Arc::clone(&counted.made), Arc::clone(&counted.there));
+            let mut call = task::spawn(stack.send(Tagged::new(counted, effect)));
+            while call.poll().is_pending() {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(made.load(Ordering::Relaxed), copies, "{effect:?}");
+            drop(call);
+            assert_eq!(Arc::strong_count(&there), 1, "{effect:?}");
+        }
     }
 }

@@ -335,7 +335,7 @@ impl Model for Writes {
                 }
                 _ => true,
             }),
-            Property::always("every unknown is in the ledger", |_, state: &World| {
+            Property::always("every unknown is reported", |_, state: &World| {
                 let unknown = match state.owner {
                     Phase::Done(Told::Unknown | Told::Conflict) => true,
                     Phase::Crashed => state.copies[0] != Copy::Unsent,
@@ -390,7 +390,7 @@ fn without_any_one_of_the_rules_there_is_a_way_to_harm() {
         ("the claim", Rules { claim: false, ..ALL }, "no second effect"),
         ("knowing that the owner is gone", Rules { gone: false, ..ALL }, "no second effect"),
         ("the check", Rules { check: false, ..ALL }, "no second effect"),
-        ("the entry before the first byte", Rules { enter: false, ..ALL }, "every unknown is in the ledger"),
+        ("the entry before the first byte", Rules { enter: false, ..ALL }, "every unknown is reported"),
     ] {
         let path = counter_example(rules, property);
         let path = path.unwrap_or_else(|| panic!("without {what}: {property:?} holds"));

@@ -7,7 +7,7 @@
 //! off, must be found out: see `controls`.
 //!
 //! - `GOAROUND_SEEDS=n` flies n full seeds and five times as many lean ones (20,000 and 100,000 by default).
-//! - `GOAROUND_SEED=full/7` (or `lean/7`) replays one and prints its history.
+//! - `GOAROUND_SEED=full/7` (or `lean/7`, or `7` for both) replays one and prints its history.
 //! - `GOAROUND_FROM=s` begins with that seed, and `GOAROUND_ONLY=full` (or `lean`) flies one harness only.
 #![allow(missing_docs, unreachable_pub)]
 
@@ -257,11 +257,17 @@ fn seed_of(text: &str) -> Option<(Kind, u64)> {
 
 fn main() -> ExitCode {
     if let Ok(seed) = std::env::var("GOAROUND_SEED") {
-        let Some((kind, seed)) = seed_of(&seed) else {
-            eprintln!("GOAROUND_SEED must be like lean/7 or full/7");
-            return ExitCode::FAILURE;
-        };
-        return if replay(kind, seed) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        let both = || Some(Kind::ALL.map(|kind| (kind, seed.trim().parse().ok())).to_vec());
+        let seeds = seed_of(&seed).map(|(kind, seed)| vec![(kind, Some(seed))]).or_else(both);
+        let mut is_well = true;
+        for (kind, seed) in seeds.into_iter().flatten() {
+            let Some(seed) = seed else {
+                eprintln!("GOAROUND_SEED must be like lean/7, full/7, or 7 for both");
+                return ExitCode::FAILURE;
+            };
+            is_well &= replay(kind, seed);
+        }
+        return if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let mut is_well = controls();
     if cfg!(goaround_controls) {
