@@ -556,9 +556,12 @@ fn main() {
         }
     }
     for _ in 0..9 {
-        let turns: [(fn(u64) -> Tagged<u64>, usize); 4] = [(read, 1), (read, 2), (write, 1), (write, 2)];
-        for (samples, (make, count)) in threads.iter_mut().zip(turns) {
-            samples.push(on_threads(&shared, make, count));
+        let [one, two, one_write, two_writes] = &mut threads;
+        for (samples, count) in [(one, 1), (two, 2)] {
+            samples.push(on_threads(&shared, read, count));
+        }
+        for (samples, count) in [(one_write, 1), (two_writes, 2)] {
+            samples.push(on_threads(&shared, write, count));
         }
     }
     drop(_in_runtime);

@@ -71,7 +71,9 @@ mod server {
         let mut late = Command::new(std::env::current_exe().expect("this program"));
         late.env("GOAROUND_CHAOS_LATE", folder).env("GOAROUND_CHAOS_TOKEN", token.to_string());
         late.stdin(Stdio::null()).stdout(Stdio::null());
-        late.process_group(0).spawn().expect("a process");
+        let mut late = late.process_group(0).spawn().expect("a process");
+        // As long as this one lives; then somebody else reaps it.
+        std::thread::spawn(move || late.wait());
     }
 
     pub(super) fn late(folder: &Path) {
