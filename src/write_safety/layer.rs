@@ -123,7 +123,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         self.set(wrong, |config| config.check_timeout = Some(timeout))
     }
 
-    /// How many checks run at once, over all clones; 16 by default. Others wait, within their deadline.
+    /// How many checks run at once, over all clones; 16 by default. Others wait, within their deadline. A call whose
+    /// future is kept and not polled while its check runs keeps its place.
     #[must_use]
     pub fn max_checks(self, checks: usize) -> Self {
         let wrong = (checks == 0).then_some("WriteSafetyLayer: max_checks must be at least 1");
