@@ -524,6 +524,15 @@ async fn there_is_no_first_look_where_a_fence_holds_soon() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn there_is_no_first_look_where_the_servers_answer_asked_for_a_pause() {
+    let lab = Lab::new();
+    lab.write(fail(ambiguous().after(4 * SECOND))).write(answer(2));
+    let layer = looks(&lab, |doubt| doubt.not_landed(), because).quarantine(5 * SECOND);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+    assert_eq!(lab.log.timed(), ["0 write", "5000 check", "5000 write"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_a_first_look_finds_in_part_is_not_replayed() {
     let lab = Lab::new();
     lab.write(fail(closed()));

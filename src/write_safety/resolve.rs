@@ -206,6 +206,7 @@ where
             first_sent: FirstSent { at: now, wall: Some(entry.entered), clock },
             since: now,
             not_before: None,
+            pause: false,
             stopped_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
             checking: Arc::default(),

@@ -52,6 +52,8 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// Until when the server asks to be left alone.
     pub(super) not_before: Option<Instant>,
+    /// Whether it asks for a pause, by whatever means.
+    pub(super) pause: bool,
     /// When its connection ended, if it has: none of its bytes was sent later. That the call ended is not enough:
     /// a layer in between may have given it up, and a frame that was begun is finished.
     pub(super) stopped_at: Option<Instant>,
@@ -86,7 +88,7 @@ where
     };
     let fence = find_fence(&facts, config.quarantine);
     // Who asks not to be asked is not asked early either.
-    let held = if config.look_first && facts.not_before.is_none() {
+    let held = if config.look_first && !facts.pause {
         match sooner(fence, asking.look(replica(&request), &facts)).await {
             Ok(held) => held,
             Err(landed) => return landed,
