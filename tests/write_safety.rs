@@ -14,7 +14,7 @@ use std::{
 use goaround::{
     Call, CallContext, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect,
     Evidence, Fence, FenceBasis, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Settled, Stack, Tagged,
-    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer,
+    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer, write_safety::ledger::Ledger,
 };
 use lab::*;
 use tokio::{
@@ -559,6 +559,45 @@ async fn a_first_look_that_hangs_holds_nothing_up() {
     let layer = layer.check_timeout(10 * SECOND).max_checks(1).quarantine(5 * SECOND).look_first();
     assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
     assert_eq!(lab.log.timed(), ["0 write", "50 check", "5000 check", "5000 write"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_waits_for_the_next_process_leaves_the_check_after_it_as_good() {
+    let lab = Lab::new();
+    lab.write(fail(exits(2 * SECOND, true).exit_ends_effects())).write(answer(2));
+    let layer = probes(&lab, |doubt| doubt.not_landed()).look_first();
+    assert_eq!(stack(&lab, layer).send(write()).await.unwrap(), 2);
+    let order = ["0 connect", "0 write", "50 check", "2000 check", "2000 connect", "2000 read", "2000 write"];
+    assert_eq!(lab.log.timed(), order);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_panics_when_it_is_dropped_loses_no_report() {
+    struct Bomb;
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("a check");
+        }
+    }
+    for pending in [false, true] {
+        let lab = Lab::new();
+        lab.write(if pending { hang() } else { fail(closed()) });
+        let layer = WriteSafetyLayer::new(|doubt: Doubt| {
+            let bomb = Bomb;
+            async move {
+                let _bomb = bomb;
+                std::future::pending::<()>().await;
+                Ok(doubt.not_landed())
+            }
+        });
+        let layer = layer.attempt_timeout(SECOND).quarantine(5 * SECOND).look_first();
+        let service = service(&lab, layer);
+        let ledger = service.get_ref().ledger();
+        let call = tokio::spawn(service.oneshot(write()));
+        assert!(call.await.unwrap_err().is_panic());
+        assert_eq!((lab.events.all(), lab.writes()), (vec![Seen::Abandoned { attempts: 1 }], 1));
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+    }
 }
 
 // ===== The attempt timeout =====
