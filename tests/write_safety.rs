@@ -562,6 +562,31 @@ async fn a_first_look_that_hangs_holds_nothing_up() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_first_look_gives_way_to_the_check_of_another_write() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(fail(closed())).write(answer(2)).write(answer(3));
+    let log = lab.log.clone();
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let looks = doubt.fence().is_none();
+        log.note(if looks { "look" } else { "check" });
+        async move {
+            if looks {
+                std::future::pending::<()>().await;
+            }
+            Ok(doubt.not_landed())
+        }
+    });
+    let layer = layer.check_timeout(10 * SECOND).max_checks(1).independent_writes();
+    let service = service(&lab, layer.quarantine(5 * SECOND).look_first());
+    let first = tokio::spawn(service.clone().oneshot(write()));
+    sleep(4 * SECOND).await;
+    assert_eq!(service.oneshot(write()).await.unwrap(), 3);
+    assert_eq!(first.await.unwrap().unwrap(), 2);
+    let order = ["0 write", "50 look", "4000 write", "5000 check", "5000 write", "9000 check", "9000 write"];
+    assert_eq!(lab.log.timed(), order);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_first_look_that_waits_for_the_next_process_leaves_the_check_after_it_as_good() {
     let lab = Lab::new();
     lab.write(fail(exits(2 * SECOND, true).exit_ends_effects())).write(answer(2));

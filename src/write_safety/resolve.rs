@@ -7,10 +7,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::{
-    sync::Semaphore,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::time::{Instant, sleep, timeout_at};
 use tower::Service;
 
 use super::{
@@ -18,7 +15,7 @@ use super::{
     account::PATIENCE,
     fence::Fence,
     ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
-    settle::{Asking, Facts, Held, probe_by},
+    settle::{Asking, Checks, Facts, Held, probe_by},
     verdict::{Erased, Probe, ProbeLog, Verdict},
 };
 use crate::{
@@ -212,7 +209,7 @@ where
             checking: Arc::default(),
             partial: Arc::default(),
         };
-        let one = Semaphore::new(1);
+        let one = Checks::new(1);
         let asking = Asking {
             check: Arc::new(Erased(check)),
             probe: Arc::new(probe),
