@@ -525,11 +525,14 @@ async fn there_is_no_first_look_where_a_fence_holds_soon() {
 
 #[tokio::test(start_paused = true)]
 async fn there_is_no_first_look_where_the_servers_answer_asked_for_a_pause() {
-    let lab = Lab::new();
-    lab.write(fail(ambiguous().after(4 * SECOND))).write(answer(2));
-    let layer = looks(&lab, |doubt| doubt.not_landed(), because).quarantine(5 * SECOND);
-    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
-    assert_eq!(lab.log.timed(), ["0 write", "5000 check", "5000 write"]);
+    for (pause, looks_at) in [(4 * SECOND, None), (Duration::ZERO, Some("50 check"))] {
+        let lab = Lab::new();
+        lab.write(fail(ambiguous().after(pause))).write(answer(2));
+        let layer = says(&lab, |doubt| doubt.not_landed()).quarantine(5 * SECOND).look_first();
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+        let order = [Some("0 write"), looks_at, Some("5000 check"), Some("5000 write")];
+        assert_eq!(lab.log.timed(), order.into_iter().flatten().collect::<Vec<_>>());
+    }
 }
 
 #[tokio::test(start_paused = true)]

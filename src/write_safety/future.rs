@@ -1333,7 +1333,8 @@ impl<Res> Doubt<Res> {
 
     /// Whether the server's answer asks for one.
     fn asks_for_a_pause(&self) -> bool {
-        self.not_before.is_some() || self.error.as_ref().is_some_and(|error| error.retry_after().is_some())
+        let wait = self.error.as_ref().and_then(CallError::retry_after);
+        self.not_before.is_some() || wait.is_some_and(|wait| !wait.is_zero())
     }
 
     fn new() -> Self {
