@@ -892,3 +892,32 @@ async fn a_request_is_copied_only_where_a_replay_may_follow_and_the_copy_goes_wi
         }
     }
 }
+
+// ----- room on a connection
+
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_time_is_up_before_it_reaches_the_connection_keeps_no_room_on_it() {
+    let connector = service_fn(|()| {
+        let slow = service_fn(|request: Req| async move {
+            sleep(SECOND).await;
+            Ok::<_, CallError>(*request)
+        });
+        ready(Ok::<_, CallError>(tower::limit::ConcurrencyLimit::new(slow, 1)))
+    });
+    let below = ReconnectLayer::once().layer(connector);
+    // One handle on the connection stays with a worker, which lets a call through every ten seconds.
+    let held_up = ServiceBuilder::new().buffer(4).rate_limit(1, 10 * SECOND).service(below.clone());
+    let map: fn(BoxError) -> CallError = CallError::from_boxed;
+    let writes = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND))
+        .layer(safety().attempt_timeout(SECOND * 2))
+        .map_err(map)
+        .service(held_up);
+    writes.clone().oneshot(write()).await.unwrap();
+    let late = tokio::spawn(writes.oneshot(write()));
+    sleep(15 * SECOND).await;
+    let start = Instant::now();
+    below.oneshot(read().within(30 * SECOND)).await.unwrap();
+    assert_eq!(start.elapsed(), SECOND);
+    late.abort();
+}

@@ -14,7 +14,7 @@ use std::{
 use goaround::{
     Call, CallContext, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect,
     Evidence, Fence, FenceBasis, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Settled, Stack, Tagged,
-    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer,
+    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer, write_safety::ledger::Ledger,
 };
 use lab::*;
 use tokio::{
@@ -524,6 +524,18 @@ async fn there_is_no_first_look_where_a_fence_holds_soon() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn there_is_no_first_look_where_the_servers_answer_asked_for_a_pause() {
+    for (pause, looks_at) in [(4 * SECOND, None), (Duration::ZERO, Some("50 check"))] {
+        let lab = Lab::new();
+        lab.write(fail(ambiguous().after(pause))).write(answer(2));
+        let layer = says(&lab, |doubt| doubt.not_landed()).quarantine(5 * SECOND).look_first();
+        assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
+        let order = [Some("0 write"), looks_at, Some("5000 check"), Some("5000 write")];
+        assert_eq!(lab.log.timed(), order.into_iter().flatten().collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_a_first_look_finds_in_part_is_not_replayed() {
     let lab = Lab::new();
     lab.write(fail(closed()));
@@ -550,6 +562,70 @@ async fn a_first_look_that_hangs_holds_nothing_up() {
     let layer = layer.check_timeout(10 * SECOND).max_checks(1).quarantine(5 * SECOND).look_first();
     assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 2);
     assert_eq!(lab.log.timed(), ["0 write", "50 check", "5000 check", "5000 write"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_gives_way_to_the_check_of_another_write() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(fail(closed())).write(answer(2)).write(answer(3));
+    let log = lab.log.clone();
+    let layer = WriteSafetyLayer::new(move |doubt: Doubt| {
+        let looks = doubt.fence().is_none();
+        log.note(if looks { "look" } else { "check" });
+        async move {
+            if looks {
+                std::future::pending::<()>().await;
+            }
+            Ok(doubt.not_landed())
+        }
+    });
+    let layer = layer.check_timeout(10 * SECOND).max_checks(1).independent_writes();
+    let service = service(&lab, layer.quarantine(5 * SECOND).look_first());
+    let first = tokio::spawn(service.clone().oneshot(write()));
+    sleep(4 * SECOND).await;
+    assert_eq!(service.oneshot(write()).await.unwrap(), 3);
+    assert_eq!(first.await.unwrap().unwrap(), 2);
+    let order = ["0 write", "50 look", "4000 write", "5000 check", "5000 write", "9000 check", "9000 write"];
+    assert_eq!(lab.log.timed(), order);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_waits_for_the_next_process_leaves_the_check_after_it_as_good() {
+    let lab = Lab::new();
+    lab.write(fail(exits(2 * SECOND, true).exit_ends_effects())).write(answer(2));
+    let layer = probes(&lab, |doubt| doubt.not_landed()).look_first();
+    assert_eq!(stack(&lab, layer).send(write()).await.unwrap(), 2);
+    let order = ["0 connect", "0 write", "50 check", "2000 check", "2000 connect", "2000 read", "2000 write"];
+    assert_eq!(lab.log.timed(), order);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_look_that_panics_when_it_is_dropped_loses_no_report() {
+    struct Bomb;
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("a check");
+        }
+    }
+    for pending in [false, true] {
+        let lab = Lab::new();
+        lab.write(if pending { hang() } else { fail(closed()) });
+        let layer = WriteSafetyLayer::new(|doubt: Doubt| {
+            let bomb = Bomb;
+            async move {
+                let _bomb = bomb;
+                std::future::pending::<()>().await;
+                Ok(doubt.not_landed())
+            }
+        });
+        let layer = layer.attempt_timeout(SECOND).quarantine(5 * SECOND).look_first();
+        let service = service(&lab, layer);
+        let ledger = service.get_ref().ledger();
+        let call = tokio::spawn(service.oneshot(write()));
+        assert!(call.await.unwrap_err().is_panic());
+        assert_eq!((lab.events.all(), lab.writes()), (vec![Seen::Abandoned { attempts: 1 }], 1));
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+    }
 }
 
 // ===== The attempt timeout =====

@@ -437,10 +437,7 @@ impl Session {
     /// Lists the tools again whenever the server says that they have changed, whether or not it `says_so`
     /// beforehand. Only in the newer era it has to be asked for that.
     fn follow_tools(self: &Arc<Self>, client: &Client, says_so: bool) {
-        if self.is_modern() && !says_so {
-            return;
-        }
-        if self.is_modern() {
+        if self.is_modern() && says_so {
             self.listen_for_tools(client);
         }
         let (session, wires) = (Arc::downgrade(self), self.wires.clone());

@@ -1111,6 +1111,25 @@ async fn a_server_that_did_not_say_that_its_tools_change_is_heard_all_the_same()
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_server_of_the_newer_era_that_tells_without_having_said_so_is_heard_too() {
+    let mut lab = Lab::trusting();
+    let connecting = lab.connect();
+    let mut server = lab.server().await;
+    let discover = server.asked("server/discover").await;
+    let mut silent = discovered();
+    silent["capabilities"] = json!({ "tools": {} });
+    server.answer(&discover, silent).await;
+    list_tools(&mut server, vec![vec![reads("get")]]).await;
+    let _connection = connecting.await.unwrap().unwrap();
+    assert_eq!(lab.classify(&tool("get")), READ);
+    server.tools_changed().await;
+    let listing = timeout(Duration::from_secs(5), list_tools(&mut server, vec![vec![reads("get")]]));
+    listing.await.expect("the tools are listed again");
+    server.is_quiet().await;
+    assert_eq!(lab.classify(&tool("get")), READ);
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_watch_over_the_tools_keeps_no_connection_open_and_begins_again_when_the_server_ends_it() {
     let mut lab = Lab::trusting();
     let connecting = lab.connect();

@@ -14,7 +14,10 @@ use pin_project::{pin_project, pinned_drop};
 use tokio::time::Instant;
 use tower::Service;
 
-use super::single_flight::{Local, Shared, Waiter};
+use super::{
+    Link,
+    single_flight::{Local, Shared, Waiter},
+};
 use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
@@ -99,21 +102,18 @@ where
     Req: Call,
 {
     #[inline(always)]
-    pub(super) fn sent(
-        request: Req,
-        effect: Effect,
-        outermost: bool,
-        local: &Arc<Local<M>>,
-        connection: &mut M::Response,
-    ) -> Self
+    pub(super) fn sent(request: Req, effect: Effect, outermost: bool, link: &mut Link<M>) -> Self
     where
+        M::Response: Clone,
         Req: Send + 'static,
     {
+        let Link { local, connection, .. } = &mut *link;
         let mut call = Facts::of(&request, effect, outermost);
         if !local.generation.has_shown(effect) {
             call.set_name(&request);
         }
         if !call.mark(local) {
+            link.release();
             let error = call.unsent(CallError::attempt_timeout(Delivery::NotSent), Some(request));
             return Self { state: State::Refused(Some(error)), call };
         }

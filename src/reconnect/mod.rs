@@ -205,7 +205,7 @@ where
                 && !(outermost && is_over(request.context()))
             {
                 self.found_dead = None;
-                return ResponseFuture::sent(request, effect, outermost, &link.local, &mut link.connection);
+                return ResponseFuture::sent(request, effect, outermost, link);
             }
             link.release();
         }

@@ -911,6 +911,7 @@ where
             first_sent: self.parts.account.first_sent().clone(),
             since: doubt.since,
             not_before: doubt.not_before,
+            pause: doubt.asks_for_a_pause(),
             stopped_at: doubt.ended_at.filter(|_| doubt.is_stopped()),
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
@@ -1328,6 +1329,12 @@ impl<Res> Doubt<Res> {
     /// Whether the attempt's connection has ended, so that nothing of it is sent any more.
     fn is_stopped(&self) -> bool {
         self.error.as_ref().is_some_and(|error| error.scope() == Scope::Connection)
+    }
+
+    /// Whether the server's answer asks for one.
+    fn asks_for_a_pause(&self) -> bool {
+        let wait = self.error.as_ref().and_then(CallError::retry_after);
+        self.not_before.is_some() || wait.is_some_and(|wait| !wait.is_zero())
     }
 
     fn new() -> Self {

@@ -229,7 +229,9 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// then, instead of after a [quarantine](Self::quarantine) or a process's end. That the write is not there
     /// yet says nothing, and leads to nothing. That it is there [in part](super::InDoubt::partial) counts as in
     /// any check. It begins 50 ms after the doubt, if no fence holds by then, and not at all where the server's
-    /// answer asked for a pause. It costs one check more for each doubt, on a server that may have trouble.
+    /// answer asked for a pause; it is given up where a check of another write finds all of
+    /// [`max_checks`](Self::max_checks) under way. It costs one check more for each doubt, on a server that may have
+    /// trouble.
     ///
     /// ```
     /// # use std::{sync::atomic::{AtomicU32, Ordering}, time::Duration};

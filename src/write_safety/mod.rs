@@ -42,7 +42,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use tokio::{sync::Semaphore, time::Instant};
+use tokio::time::Instant;
 use tower::Service;
 
 use self::{
@@ -172,7 +172,7 @@ impl FirstSent {
 
 /// What all clones of a service share.
 struct Shared {
-    checks: Semaphore,
+    checks: settle::Checks,
     conflicts: Arc<Conflicts>,
     ledger: AnyLedger,
     /// This service's number, which tells its writes in the ledger from those of others.
@@ -215,7 +215,7 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
         servers_entered: bool,
     ) -> Self {
         let shared = Arc::new(Shared {
-            checks: Semaphore::new(config.max_checks.max(1)),
+            checks: settle::Checks::new(config.max_checks),
             conflicts: Arc::default(),
             ledger: config.ledger.clone().unwrap_or_default(),
             stack,

@@ -7,10 +7,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::{
-    sync::Semaphore,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::time::{Instant, sleep, timeout_at};
 use tower::Service;
 
 use super::{
@@ -18,7 +15,7 @@ use super::{
     account::PATIENCE,
     fence::Fence,
     ledger::{Entry, Ledger, LedgerError, ServerProcess, State},
-    settle::{Asking, Facts, Held, probe_by},
+    settle::{Asking, Checks, Facts, Held, probe_by},
     verdict::{Erased, Probe, ProbeLog, Verdict},
 };
 use crate::{
@@ -206,12 +203,13 @@ where
             first_sent: FirstSent { at: now, wall: Some(entry.entered), clock },
             since: now,
             not_before: None,
+            pause: false,
             stopped_at: Some(now),
             until: Until { deadline: Deadline::after(start, within), progress: None },
             checking: Arc::default(),
             partial: Arc::default(),
         };
-        let one = Semaphore::new(1);
+        let one = Checks::new(1);
         let asking = Asking {
             check: Arc::new(Erased(check)),
             probe: Arc::new(probe),

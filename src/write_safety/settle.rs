@@ -14,7 +14,7 @@ use std::{
 };
 
 use tokio::{
-    sync::Semaphore,
+    sync::{Notify, Semaphore, SemaphorePermit},
     time::{Instant, sleep_until, timeout_at},
 };
 
@@ -52,6 +52,8 @@ pub(super) struct Facts {
     pub(super) since: Instant,
     /// Until when the server asks to be left alone.
     pub(super) not_before: Option<Instant>,
+    /// Whether it asks for a pause, by whatever means.
+    pub(super) pause: bool,
     /// When its connection ended, if it has: none of its bytes was sent later. That the call ended is not enough:
     /// a layer in between may have given it up, and a frame that was begun is finished.
     pub(super) stopped_at: Option<Instant>,
@@ -86,7 +88,7 @@ where
     };
     let fence = find_fence(&facts, config.quarantine);
     // Who asks not to be asked is not asked early either.
-    let held = if config.look_first && facts.not_before.is_none() {
+    let held = if config.look_first && !facts.pause {
         match sooner(fence, asking.look(replica(&request), &facts)).await {
             Ok(held) => held,
             Err(landed) => return landed,
@@ -130,11 +132,33 @@ async fn sooner<Res>(
 /// The fence that holds and, of a process, since when; or why none does.
 pub(super) type Held = Result<(Fence, Option<Instant>), Cow<'static, str>>;
 
+/// How many checks are asked at once: an outage puts every write in doubt at the same time.
+pub(super) struct Checks {
+    places: Semaphore,
+    /// A check has found no place, and those that only look give theirs up.
+    wanted: Notify,
+}
+
+impl Checks {
+    pub(super) fn new(at_once: usize) -> Self {
+        Self { places: Semaphore::new(at_once.clamp(1, Semaphore::MAX_PERMITS)), wanted: Notify::new() }
+    }
+
+    /// A place for a check; nobody closes the semaphore.
+    async fn place(&self) -> Option<SemaphorePermit<'_>> {
+        if let Ok(place) = self.places.try_acquire() {
+            return Some(place);
+        }
+        self.wanted.notify_waiters();
+        self.places.acquire().await.ok()
+    }
+}
+
 /// What asks a check.
 pub(super) struct Asking<'a, Req, Res> {
     pub(super) check: Arc<dyn DynCheck<Req, Res>>,
     pub(super) probe: Arc<dyn Probe<Req, Res>>,
-    pub(super) checks: &'a Semaphore,
+    pub(super) checks: &'a Checks,
     pub(super) check_timeout: Option<Duration>,
     pub(super) max_rechecks: u32,
 }
@@ -145,34 +169,35 @@ where
     Res: Send + 'static,
 {
     /// Asks the check before there is a fence, once, after a moment in which a process's end would be one: all that
-    /// counts is that the write landed.
+    /// counts is that the write landed. Gives way to checks that have a fence, or that find none.
     async fn look(&self, request: Option<Req>, facts: &Facts) -> Option<Verdict<Res>> {
+        let request = request?;
         tokio::time::sleep(BEFORE_A_LOOK).await;
-        let early = Held::Err("absent, but no fence holds yet".into());
-        let (verdict, _) = self.ask(request, facts, &early, || ()).await?;
+        let mut wanted = pin!(self.checks.wanted.notified());
+        // Before it has a place, so that it hears of each check that finds none.
+        wanted.as_mut().enable();
+        let mut asked = pin!(async {
+            let _place = self.checks.places.acquire().await.ok()?;
+            let early = Held::Err("absent, but no fence holds yet".into());
+            Some(self.ask(request, facts, &early).await)
+        });
+        let (verdict, _) = poll_fn(|cx| match wanted.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(None),
+            Poll::Pending => asked.as_mut().poll(cx),
+        })
+        .await?;
         if matches!(verdict, Verdict::Partial) {
             facts.partial.store(true, Ordering::Relaxed);
         }
         Some(verdict).filter(|verdict| matches!(verdict, Verdict::Landed(_)))
     }
 
-    /// Asks the check once; with whether bytes of the attempt were still to be sent when it began. `None` where it
-    /// cannot be asked. `begin` is called just before.
-    async fn ask(
-        &self,
-        request: Option<Req>,
-        facts: &Facts,
-        held: &Held,
-        begin: impl FnOnce(),
-    ) -> Option<(Verdict<Res>, bool)> {
+    /// Asks the check once; with whether bytes of the attempt were still to be sent when it began.
+    async fn ask(&self, mut request: Req, facts: &Facts, held: &Held) -> (Verdict<Res>, bool) {
         let (fence, gone_at, without_fence) = match held {
             Ok((fence, gone_at)) => (Some(fence), *gone_at, Cow::Borrowed("")),
             Err(why) => (None, None, why.clone()),
         };
-        let mut request = request?;
-        // No more than so many checks at once: an outage puts every write in doubt at the same time.
-        let permit = self.checks.acquire().await.ok()?;
-        begin();
         // What such a check finds absent may leave while it looks.
         let unsent = !off!(Unsent) && facts.stopped_at.is_none() && is_unsent(&facts.activity).await;
         let now = Instant::now();
@@ -194,18 +219,20 @@ where
         let check = Arc::clone(&self.check);
         // The call that makes the future is foreign code too.
         let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
-        drop(permit);
-        Some((examine(verdict, facts.call, fence, &log), unsent))
+        (examine(verdict, facts.call, fence, &log), unsent)
     }
 
     /// Asks the check, and asks again where it says so.
     pub(super) async fn verdict(self, request: Req, facts: &Facts, held: Held) -> Verdict<Res> {
         let mut asked = 0;
         loop {
-            let begin = || facts.checking.store(true, Ordering::Relaxed);
-            let Some((verdict, unsent)) = self.ask(replica(&request), facts, &held, begin).await else {
+            let place = self.checks.place().await;
+            facts.checking.store(true, Ordering::Relaxed);
+            let Some(copy) = replica(&request) else {
                 return Verdict::Unknown("the request cannot be cloned".into());
             };
+            let (verdict, unsent) = self.ask(copy, facts, &held).await;
+            drop(place);
             asked += 1;
             let again = match &verdict {
                 Verdict::InFlight { recheck_after } if asked <= self.max_rechecks => Some(*recheck_after),
