@@ -39,12 +39,12 @@ const PIPE: usize = 64 << 10;
 // ===== The server =====
 
 /// Answers each whole line in `input` with its id and its text, as little as a server can do; what is left over
-/// stays.
-fn serve(input: &mut Vec<u8>, output: &mut Vec<u8>) {
+/// stays, and is not looked through again: `seen` of it were.
+fn serve(input: &mut Vec<u8>, seen: &mut usize, output: &mut Vec<u8>) {
     let mut rest = &input[..];
-    while let Some(end) = memchr::memchr(b'\n', rest) {
+    while let Some(end) = memchr::memchr(b'\n', &rest[*seen..]).map(|at| *seen + at) {
         let (line, next) = (&rest[..end], &rest[end + 1..]);
-        rest = next;
+        (rest, *seen) = (next, 0);
         let (Some(id), Some(text)) = (after(line, b"\"id\":"), after(line, b"\"text\":\"")) else { continue };
         let id = &id[..id.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(id.len())];
         let text = &text[..memchr::memchr(b'"', text).unwrap_or(text.len())];
@@ -58,6 +58,7 @@ fn serve(input: &mut Vec<u8>, output: &mut Vec<u8>) {
             output.extend_from_slice(part);
         }
     }
+    *seen = rest.len();
     let used = input.len() - rest.len();
     input.drain(..used);
 }
@@ -68,9 +69,9 @@ fn after<'a>(line: &'a [u8], mark: &[u8]) -> Option<&'a [u8]> {
 
 async fn serve_in_memory(io: impl AsyncRead + AsyncWrite) {
     let (mut read, mut write) = split(io);
-    let (mut input, mut output) = (Vec::new(), Vec::new());
+    let (mut input, mut seen, mut output) = (Vec::new(), 0, Vec::new());
     while read.read_buf(&mut input).await.is_ok_and(|count| count > 0) {
-        serve(&mut input, &mut output);
+        serve(&mut input, &mut seen, &mut output);
         if write.write_all(&output).await.is_err() {
             return;
         }
@@ -80,11 +81,11 @@ async fn serve_in_memory(io: impl AsyncRead + AsyncWrite) {
 
 fn serve_as_child() {
     let (mut stdin, mut stdout) = (std::io::stdin().lock(), std::io::stdout().lock());
-    let (mut input, mut output) = (Vec::new(), Vec::new());
+    let (mut input, mut seen, mut output) = (Vec::new(), 0, Vec::new());
     let mut chunk = vec![0; PIPE];
     while let Ok(count @ 1..) = stdin.read(&mut chunk) {
         input.extend_from_slice(&chunk[..count]);
-        serve(&mut input, &mut output);
+        serve(&mut input, &mut seen, &mut output);
         if stdout.write_all(&output).and_then(|()| stdout.flush()).is_err() {
             return;
         }

@@ -774,13 +774,10 @@ impl Out {
 // ===== impl Room =====
 
 impl Room {
-    /// A buffer of that capacity is empty again, after it held so much; or still, and then it stays as it is.
+    /// A buffer of that capacity is empty, again after it held so much, or still.
     fn keeps(&mut self, held: usize, capacity: usize) -> bool {
-        if held == 0 {
-            return true;
-        }
         self.largest = self.largest.max(held);
-        self.fillings += 1;
+        self.fillings += u32::from(held > 0);
         if self.fillings >= LATELY {
             (self.before, self.largest, self.fillings) = (self.largest, 0, 0);
         }
