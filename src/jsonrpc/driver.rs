@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use bytes::BytesMut;
+use bytes::{BufMut, BytesMut};
 use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -422,7 +422,9 @@ impl Driver {
         if self.input.capacity() - self.input.len() < READ / 4 {
             self.input.reserve(READ);
         }
-        let end = match poll_read_buf(io.as_mut(), cx, &mut self.input) {
+        // No more at once, however large the buffer is: a read that fills what it was given says that there may be more,
+        // where one that does not has to wait for the next event, and so a peer that writes on meanwhile is not waited for.
+        let end = match poll_read_buf(io.as_mut(), cx, &mut (&mut self.input).limit(READ)) {
             Poll::Pending => return false,
             Poll::Ready(Ok(0)) => Some(Cow::Borrowed("the peer closed its end")),
             Poll::Ready(Ok(_)) => None,
