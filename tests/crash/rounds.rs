@@ -368,6 +368,8 @@ pub(crate) fn all_are_gone(plan: &Plan) -> Result<(), BoxError> {
 }
 
 pub(crate) fn is_alive(pid: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
-    stat.is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with(['Z', 'X']))
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let fields: Vec<_> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+    // A process whose first thread has ended shows as a zombie while others run, with its pipes open.
+    !(matches!(fields[0], "Z" | "X") && fields[17].parse::<u32>().is_ok_and(|threads| threads <= 1))
 }
