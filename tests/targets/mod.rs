@@ -84,11 +84,11 @@ fn end_of(told: Result<Response, CallError>) -> End {
 }
 
 /// Three calls to a peer that says that; how they end, and how much of it was of no use.
-fn talk(says: &[u8], piece: usize, max_line: usize, ends: bool) -> (Vec<End>, u64) {
+fn talk(says: &[u8], piece: usize, max_line: usize, says_all: bool) -> (Vec<End>, u64) {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_time().start_paused(true).build().expect("a runtime");
     runtime.block_on(async {
-        let peer = Peer { says: says.to_vec(), said: 0, piece: piece.max(1), pause: false, ends };
+        let peer = Peer { says: says.to_vec(), said: 0, piece: piece.max(1), pause: false, ends: says_all };
         let client = Client::builder().max_line(max_line.max(1)).connect(peer);
         let limit = Duration::from_secs(5);
         let calls = ["one", "two", "three"].map(|method| {
@@ -104,6 +104,10 @@ fn talk(says: &[u8], piece: usize, max_line: usize, ends: bool) -> (Vec<End>, u6
                 Err(_) => tokio::time::timeout(Duration::ZERO, call).await.expect("it tells what it knows"),
             };
             ends.push(end_of(told));
+        }
+        if says_all {
+            // What comes after the last answer counts too.
+            client.closed().await;
         }
         (ends, client.ignored())
     })
