@@ -2,6 +2,9 @@
 //! random, with futures that are dropped, and a shutdown in the middle of it.
 #![cfg(feature = "ledger-durable")]
 
+#[path = "lab/ended.rs"]
+mod ended;
+
 use std::{
     collections::{HashMap, HashSet},
     sync::{
@@ -11,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ended::Ended;
 use fastrand::Rng;
 use goaround::{
     BoxError, Call, CallId, Event, InDoubt, Outcome, ReconnectLayer, Stack, Verdict, WriteSafetyLayer,
@@ -100,12 +104,6 @@ async fn check(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, B
 struct Said {
     doubts: HashMap<CallId, u64>,
     abandoned: HashMap<CallId, u64>,
-}
-
-enum Ended {
-    Ok,
-    Error(Outcome),
-    Dropped,
 }
 
 async fn press<L: Ledger + Clone>(ledger: L, seed: u64, tasks: u64, calls: u64, keyed: bool) {
@@ -214,28 +212,7 @@ async fn press<L: Ledger + Clone>(ledger: L, seed: u64, tasks: u64, calls: u64, 
         let landed = applied.get(token).copied().unwrap_or_default();
         let (doubts, abandoned) =
             (said.doubts.get(id).copied().unwrap_or(0), said.abandoned.get(id).copied().unwrap_or(0));
-        assert!(landed <= 1, "{id}: applied {landed} times");
-        assert!(doubts + abandoned <= 1, "{id}: reported {doubts} + {abandoned}");
-        let listed = in_ledger.contains(id);
-        match how {
-            Ended::Ok => {
-                assert_eq!((landed, abandoned, listed), (1, 0, false), "{id}");
-            }
-            Ended::Error(Outcome::NotDone) => {
-                assert_eq!((landed, abandoned, listed), (0, 0, false), "{id}");
-            }
-            Ended::Error(Outcome::Unknown) => {
-                assert_eq!((doubts, abandoned, listed), (1, 0, true), "{id}");
-            }
-            Ended::Error(Outcome::DoneResultLost) => {
-                assert_eq!((landed, doubts, listed), (1, 1, false), "{id}");
-            }
-            Ended::Error(other) => panic!("{id}: {other:?}"),
-            Ended::Dropped => {
-                assert_eq!(listed, abandoned == 1, "{id} {landed}: {doubts} {abandoned}");
-                assert!(landed == 0 || abandoned == 1, "{id} landed unreported");
-            }
-        }
+        how.judge(&id.to_string(), landed, (doubts, abandoned), in_ledger.contains(id));
     }
     let unknown = ended.values().filter(|(_, how)| matches!(how, Ended::Error(Outcome::Unknown))).count();
     assert!(

@@ -1,6 +1,8 @@
 //! Many threads on one stack around the official SDK over HTTP, whose server misbehaves at random.
 #![cfg(all(unix, feature = "rmcp"))]
 
+#[path = "lab/ended.rs"]
+mod ended;
 #[path = "lab/http.rs"]
 mod http;
 #[path = "lab/sdk.rs"]
@@ -12,9 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ended::Ended;
 use fastrand::Rng;
 use goaround::{
-    Call, CallId, Event, Outcome, ReconnectLayer, WriteSafetyLayer,
+    Call, CallId, Event, ReconnectLayer, WriteSafetyLayer,
     sdk::{Connector, Http},
     write_safety::ledger::{Ledger, MemoryLedger},
 };
@@ -53,12 +56,6 @@ fn misbehaviour(random: &mut Rng) -> Reply {
             .chunk("data: {\"jsonrpc\":\"2.0\",\"id\":$ID,\"result\":{\"content\":[]}}\n")
             .close(),
     }
-}
-
-enum Ended {
-    Ok,
-    Error(Outcome),
-    Dropped,
 }
 
 async fn press(seed: u64, era: Era, pooled: bool) {
@@ -147,30 +144,8 @@ async fn press(seed: u64, era: Era, pooled: bool) {
         ledger.in_doubt().await.unwrap().iter().map(|entry| entry.id.call()).collect();
     let said = said.lock().unwrap();
     for (id, (line, how)) in &*ended.lock().unwrap() {
-        let landed = effects.iter().filter(|effect| *effect == line).count();
-        let (doubts, abandoned) = said.get(id).copied().unwrap_or_default();
-        let listed = listed.contains(id);
-        assert!(landed <= 1, "{line}: {landed} times");
-        assert!(doubts + abandoned <= 1, "{line}: {doubts} {abandoned}");
-        match how {
-            Ended::Ok => {
-                assert_eq!((landed, abandoned, listed), (1, 0, false), "{line}");
-            }
-            Ended::Error(Outcome::NotDone) => {
-                assert_eq!((landed, abandoned, listed), (0, 0, false), "{line}");
-            }
-            Ended::Error(Outcome::Unknown) => {
-                assert_eq!((doubts, abandoned, listed), (1, 0, true), "{line}");
-            }
-            Ended::Error(Outcome::DoneResultLost) => {
-                assert_eq!((landed, doubts, listed), (1, 1, false), "{line}");
-            }
-            Ended::Error(other) => panic!("{line}: {other:?}"),
-            Ended::Dropped => {
-                assert_eq!(listed, abandoned == 1, "{line} {landed}");
-                assert!(landed == 0 || abandoned == 1, "{line}: landed unreported");
-            }
-        }
+        let landed = effects.iter().filter(|effect| *effect == line).count() as u64;
+        how.judge(line, landed, said.get(id).copied().unwrap_or_default(), listed.contains(id));
     }
 }
 
