@@ -248,8 +248,7 @@ where
         };
         // The lane was taken before the flag is read: as with the seat below.
         if lane.shared.closing.load(Ordering::Acquire) {
-            retry.inner_mut().release_unused();
-            return ResponseFuture::shut_down(&request, effect);
+            return ResponseFuture::shut_down(retry.inner_mut(), &request, effect);
         }
         let context = request.context_mut();
         if context.effect().is_none() {
@@ -257,8 +256,7 @@ where
         }
         let outermost = door.enter(context);
         if let Err(error) = door.settle(context) {
-            retry.inner_mut().release_unused();
-            return ResponseFuture::refused(error.of_call(request.method(), effect));
+            return ResponseFuture::refused(retry.inner_mut(), error.of_call(request.method(), effect));
         }
         if let Some(kept) = replica(&request)
             && let Some(connection) = retry.inner_mut().take_ready()
@@ -272,8 +270,7 @@ where
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
     if seat.shared.closing.load(Ordering::Acquire) {
-        retry.inner_mut().release_unused();
-        return ResponseFuture::shut_down(&request, effect);
+        return ResponseFuture::shut_down(retry.inner_mut(), &request, effect);
     }
     request.context_mut().set_judged(judged);
     // The layers are one after the other here, so that one reading of the clock serves them all.
@@ -406,15 +403,17 @@ where
     Req: Call + Send + 'static,
     Res: Send + 'static,
 {
+    /// The call goes no further, and the connection that was readied for it is so for others.
     #[cold]
-    fn refused(error: CallError) -> Self {
+    fn refused(reconnect: &mut Reconnect<M>, error: CallError) -> Self {
+        reconnect.release_unused();
         Self { kind: Kind::Refused(Some(error)) }
     }
 
     #[cold]
-    fn shut_down(request: &Req, effect: Effect) -> Self {
+    fn shut_down(reconnect: &mut Reconnect<M>, request: &Req, effect: Effect) -> Self {
         let error = CallError::refused(Refusal::Shutdown);
-        Self::refused(error.of_call(request.method(), effect).with_attempt(None))
+        Self::refused(reconnect, error.of_call(request.method(), effect).with_attempt(None))
     }
 
     /// The call has ended: a shutdown that waits for that looks again.

@@ -422,8 +422,8 @@ impl Driver {
         if self.input.capacity() - self.input.len() < READ / 4 {
             self.input.reserve(READ);
         }
-        // No more at once, however large the buffer is: a read that fills what it was given says that there may be more,
-        // where one that does not has to wait for the next event, and so a peer that writes on meanwhile is not waited for.
+        // No more at once, however large the buffer is: a read that fills what it was given says that there may be
+        // more, where one that does not has to wait for the next event. So a peer writes on while it is read.
         let end = match poll_read_buf(io.as_mut(), cx, &mut (&mut self.input).limit(READ)) {
             Poll::Pending => return false,
             Poll::Ready(Ok(0)) => Some(Cow::Borrowed("the peer closed its end")),
