@@ -331,14 +331,47 @@ fn write(n: u64) -> Tagged<u64> {
     Tagged::new(n, Effect::Write)
 }
 
+/// The layers in the order of [`LAYERS`]: all four by `ServiceBuilder`, and each alone.
+fn layers(runtime: &Runtime, names: [&'static str; 5], bare: &'static str, echo: Echo) -> [Row; 5] {
+    let deadline = || ServiceBuilder::new().layer(DeadlineLayer::new(LIMIT));
+    let writes = || ServiceBuilder::new().layer(WriteSafetyLayer::refuse());
+    let reconnecting = || ServiceBuilder::new().layer(ReconnectLayer::once());
+    let all = deadline()
+        .layer(WriteSafetyLayer::refuse())
+        .layer(RetryReadOnly)
+        .layer(ReconnectLayer::once())
+        .service(connector(echo));
+    [
+        row(names[0], bare, runtime, read, all),
+        row(names[1], bare, runtime, read, deadline().service(echo)),
+        row(names[2], bare, runtime, read, writes().service(echo)),
+        row(names[3], bare, runtime, read, ServiceBuilder::new().layer(RetryReadOnly).service(echo)),
+        row(names[4], bare, runtime, read, reconnecting().service(connector(echo))),
+    ]
+}
+
+const LAYERS: [&str; 5] = [
+    "four layers by ServiceBuilder",
+    "deadline alone",
+    "write safety alone",
+    "retry alone",
+    "reconnect alone",
+];
+const PENDING_LAYERS: [&str; 5] = [
+    "pending: four layers by ServiceBuilder",
+    "pending: deadline alone",
+    "pending: write safety alone",
+    "pending: retry alone",
+    "pending: reconnect alone",
+];
+
 fn rows(runtime: &Runtime) -> Vec<Row> {
     let check =
         |doubt: InDoubt<Tagged<u64>, u64>| async move { Ok::<Verdict<u64>, BoxError>(doubt.unknown("")) };
     let (now, later) = (Echo { pending: false }, Echo { pending: true });
     let text: Arc<str> = Arc::from("tools/call");
     let arc = move |_| Tagged::new(Arc::clone(&text), Effect::ReadOnly);
-    let deadline = || ServiceBuilder::new().layer(DeadlineLayer::new(LIMIT));
-    vec![
+    let mut rows = vec![
         row("bare", "bare", runtime, read, now),
         row("floor", "bare", runtime, read, Floor::new(now)),
         row("stack", "bare", runtime, read, stack!(now).build().expect("a stack")),
@@ -348,33 +381,6 @@ fn rows(runtime: &Runtime) -> Vec<Row> {
             runtime,
             read,
             stack!(now).on_event(|event| _ = black_box(event)).build().expect("a stack"),
-        ),
-        row(
-            "four layers by ServiceBuilder",
-            "bare",
-            runtime,
-            read,
-            deadline()
-                .layer(WriteSafetyLayer::refuse())
-                .layer(RetryReadOnly)
-                .layer(ReconnectLayer::once())
-                .service(connector(now)),
-        ),
-        row("deadline alone", "bare", runtime, read, deadline().service(now)),
-        row(
-            "write safety alone",
-            "bare",
-            runtime,
-            read,
-            ServiceBuilder::new().layer(WriteSafetyLayer::refuse()).service(now),
-        ),
-        row("retry alone", "bare", runtime, read, ServiceBuilder::new().layer(RetryReadOnly).service(now)),
-        row(
-            "reconnect alone",
-            "bare",
-            runtime,
-            read,
-            ServiceBuilder::new().layer(ReconnectLayer::once()).service(connector(now)),
         ),
         row("tower, same request", "bare", runtime, read, towers!(now)),
         row("bare u64", "bare u64", runtime, |n| n, now),
@@ -390,39 +396,6 @@ fn rows(runtime: &Runtime) -> Vec<Row> {
         row("pending: bare", "pending: bare", runtime, read, later),
         row("pending: floor", "pending: bare", runtime, read, Floor::new(later)),
         row("pending: stack", "pending: bare", runtime, read, stack!(later).build().expect("a stack")),
-        row(
-            "pending: four layers by ServiceBuilder",
-            "pending: bare",
-            runtime,
-            read,
-            deadline()
-                .layer(WriteSafetyLayer::refuse())
-                .layer(RetryReadOnly)
-                .layer(ReconnectLayer::once())
-                .service(connector(later)),
-        ),
-        row("pending: deadline alone", "pending: bare", runtime, read, deadline().service(later)),
-        row(
-            "pending: write safety alone",
-            "pending: bare",
-            runtime,
-            read,
-            ServiceBuilder::new().layer(WriteSafetyLayer::refuse()).service(later),
-        ),
-        row(
-            "pending: retry alone",
-            "pending: bare",
-            runtime,
-            read,
-            ServiceBuilder::new().layer(RetryReadOnly).service(later),
-        ),
-        row(
-            "pending: reconnect alone",
-            "pending: bare",
-            runtime,
-            read,
-            ServiceBuilder::new().layer(ReconnectLayer::once()).service(connector(later)),
-        ),
         row(
             "pending: write, no check",
             "pending: bare",
@@ -441,7 +414,10 @@ fn rows(runtime: &Runtime) -> Vec<Row> {
         row("pending: bare u64", "pending: bare u64", runtime, |n| n, later),
         row("pending: tower", "pending: bare u64", runtime, |n| n, towers!(later)),
         row("pending: tower-resilience", "pending: bare u64", runtime, |n| n, resiliences!(later)),
-    ]
+    ];
+    rows.extend(layers(runtime, LAYERS, "bare", now));
+    rows.extend(layers(runtime, PENDING_LAYERS, "pending: bare", later));
+    rows
 }
 
 // ===== Clones =====
