@@ -144,6 +144,16 @@ impl World {
         Self { shared, maker }
     }
 
+    /// One that has its first connection.
+    fn connected() -> (Self, StdArc<Generation>) {
+        let world = Self::new(Plan::AtOnce);
+        let first = join(spawn({
+            let world = world.clone();
+            move || world.connect().unwrap()
+        }));
+        (world, first)
+    }
+
     fn made(&self) -> usize {
         self.maker.made.load(Ordering::Relaxed)
     }
@@ -255,11 +265,7 @@ fn loom_a_connect_that_fails_ends_all_who_waited_for_it() {
 #[test]
 fn loom_a_closure_that_two_calls_find_is_followed_by_one_connect() {
     explore(|| {
-        let world = World::new(Plan::AtOnce);
-        let first = join(spawn({
-            let world = world.clone();
-            move || world.connect().unwrap()
-        }));
+        let (world, first) = World::connected();
         let calls = [(), ()].map(|()| {
             let (world, first) = (world.clone(), StdArc::clone(&first));
             spawn(move || {
@@ -275,11 +281,7 @@ fn loom_a_closure_that_two_calls_find_is_followed_by_one_connect() {
 #[test]
 fn loom_a_call_that_comes_while_the_connection_is_lost_gets_the_old_one_or_the_next() {
     explore(|| {
-        let world = World::new(Plan::AtOnce);
-        let first = join(spawn({
-            let world = world.clone();
-            move || world.connect().unwrap()
-        }));
+        let (world, first) = World::connected();
         let loses = spawn({
             let (world, first) = (world.clone(), StdArc::clone(&first));
             move || world.lose(&first)
