@@ -263,43 +263,44 @@ impl Serialize for CallId {
 ///
 /// A clone of a context is that of a new call: it keeps deadline (also an idle limit, which is its own) and effect,
 /// and neither the id nor what the layers noted.
+// In this order: what is zero in a new one is together, and no padding between it. Left to itself the compiler puts
+// the padding of an instant next to it and copies both at once, for which the processor has to wait.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub struct CallContext {
     id: Option<CallId>,
-    deadline: Deadline,
-    attempt_until: Option<Instant>,
     activity: Option<Arc<Activity>>,
     /// Where the call's events go, its trail, and what moves its deadline.
     pub(crate) events: Events,
     marks: Marks,
+    deadline: Deadline,
+    attempt_until: Option<Instant>,
 }
 
 /// The effect and its basis, and what the layers have noted: in one word, which is written and read as a whole. A
 /// call's context is read just after it was written, and the processor waits where a read spans several writes.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-struct Marks(u32);
+struct Marks(u64);
 
 impl Marks {
-    const EFFECT: u32 = 0b11;
-    const BASIS: u32 = 0b1100;
+    const EFFECT: u64 = 0b11;
+    const BASIS: u64 = 0b1100;
     /// Whether a layer resolved the deadline from its default, so that a nested one may shorten it.
-    const BY_DEFAULT: u32 = 1 << 4;
+    const BY_DEFAULT: u64 = 1 << 4;
     /// Whether a layer of this crate has the call already: that one, the outermost, reports it.
-    const ENTERED: u32 = 1 << 5;
+    const ENTERED: u64 = 1 << 5;
     /// Whether a write-safety layer that may replay the call has it already: of nested ones only that one
     /// settles doubts.
-    const GUARDED: u32 = 1 << 6;
+    const GUARDED: u64 = 1 << 6;
     /// Whether the stack has asked the classifier, so that its write-safety layer need not.
-    const JUDGED: u32 = 1 << 7;
+    const JUDGED: u64 = 1 << 7;
 
     #[inline]
     const fn effect(self) -> Option<Effect> {
-        match self.0 & Self::EFFECT {
-            0 => None,
-            1 => Some(Effect::ReadOnly),
-            2 => Some(Effect::Idempotent),
-            _ => Some(Effect::Write),
-        }
+        // A table, which costs a load where a `match` becomes a jump that the processor has to guess.
+        const EFFECTS: [Option<Effect>; 4] =
+            [None, Some(Effect::ReadOnly), Some(Effect::Idempotent), Some(Effect::Write)];
+        EFFECTS[(self.0 & Self::EFFECT) as usize]
     }
 
     #[inline]
@@ -334,12 +335,12 @@ impl Marks {
     }
 
     #[inline]
-    const fn has(self, mark: u32) -> bool {
+    const fn has(self, mark: u64) -> bool {
         self.0 & mark != 0
     }
 
     #[inline]
-    const fn set(&mut self, mark: u32, to: bool) {
+    const fn set(&mut self, mark: u64, to: bool) {
         self.0 = if to { self.0 | mark } else { self.0 & !mark };
     }
 }
@@ -431,11 +432,13 @@ impl CallContext {
         self.marks.set(Marks::BY_DEFAULT, false);
     }
 
-    /// Sets a deadline that came from a layer's default.
+    /// Sets a deadline that comes from a layer's default.
     #[inline]
-    pub(crate) fn set_default_deadline(&mut self, deadline: Deadline) {
-        self.deadline = deadline;
+    pub(crate) fn set_default_deadline(&mut self, deadline: impl FnOnce() -> Deadline) {
+        // Before the deadline is asked for, which takes a while: as the last thing before the context is copied, the
+        // mark would be written as a byte of a word, for which a reader of the word has to wait.
         self.marks.set(Marks::BY_DEFAULT, true);
+        self.deadline = deadline();
     }
 
     /// The effect that somebody stamped on the call.

@@ -281,7 +281,7 @@ impl Events {
 
 /// Notes in a call's context that a layer has it: says whether that layer is the outermost, which names the
 /// call, whose `on_event` the layers below use too, and which reports a failure.
-#[inline]
+#[inline(always)]
 pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Events) -> bool {
     if context.is_entered() {
         return false;

@@ -505,8 +505,11 @@ where
     Req: Call + Send + 'static,
     Res: Send + 'static,
 {
+    #[inline]
     fn drop(self: Pin<&mut Self>) {
-        self.leave();
+        if !matches!(self.kind, Kind::Done) {
+            self.leave();
+        }
     }
 }
 

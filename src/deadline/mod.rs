@@ -155,15 +155,28 @@ pub(crate) struct Door<'a> {
 
 impl Door<'_> {
     /// Whether the layer is the call's outermost one.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn enter(&mut self, context: &mut CallContext) -> bool {
         event::enter(context, self.ids, self.events)
     }
 
     /// Settles the call's deadline, and says when, where the clock was read; `Err` if it has passed already, or
     /// nothing bounds an idle limit.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn settle(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
+        if context.deadline() != Deadline::Inherit || context.progress().is_some() {
+            return self.settle_own(context);
+        }
+        let mut now = None;
+        context.set_default_deadline(|| self.default.from(*now.insert(Instant::now())));
+        match now.is_some_and(|now| context.deadline().is_past(now)) {
+            true => Err(CallError::deadline(Delivery::NotSent)),
+            false => Ok(now),
+        }
+    }
+
+    /// The same for a call that comes with a deadline, or with what moves one.
+    fn settle_own(&self, context: &mut CallContext) -> Result<Option<Instant>, CallError> {
         let own = context.deadline();
         let by_default = context.is_by_default();
         if own == Deadline::Never && !by_default {
@@ -176,7 +189,7 @@ impl Door<'_> {
             own => own,
         };
         if own == Deadline::Inherit || by_default {
-            context.set_default_deadline(deadline);
+            context.set_default_deadline(|| deadline);
         }
         if context.progress().is_some() {
             return settle_moving(context, now).map(|()| Some(now));

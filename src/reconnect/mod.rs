@@ -107,18 +107,38 @@ where
     }
 
     /// The link to the connection in use, if one is there.
+    #[inline]
     fn link(&mut self) -> Option<&mut Link<M>>
     where
         M::Response: Clone,
     {
-        if self.link.as_ref().is_some_and(|link| !self.shared.is_current(&link.local.generation)) {
-            self.link = None;
-        }
-        if self.link.is_none() {
-            let (local, connection) = self.shared.connected()?;
-            self.link = Some(Link { local, connection, ready: false });
+        if self.link.as_ref().is_none_or(|link| !self.shared.is_current(&link.local.generation)) {
+            self.relink();
         }
         self.link.as_mut()
+    }
+
+    #[cold]
+    fn relink(&mut self)
+    where
+        M::Response: Clone,
+    {
+        self.link = None;
+        let connected = self.shared.connected();
+        self.link = connected.map(|(local, connection)| Link { local, connection, ready: false });
+    }
+
+    /// The connection turned out to be dead when it was asked whether it is ready.
+    #[cold]
+    fn lose(&mut self, error: CallError) {
+        let Some(link) = &self.link else { return };
+        let generation = Arc::clone(&link.local.generation);
+        let error = CallError::not_ready(error).connection_lost();
+        let closure = generation.closure(&error);
+        let error = error.at_closure(closure);
+        self.link = None;
+        self.shared.lost(&generation, &error, None);
+        self.found_dead = Some(Box::new(Attempt::of(&error, Some(generation.number))));
     }
 }
 
@@ -148,10 +168,17 @@ impl<M: Service<()>> Reconnect<M> {
         }
     }
 
+    #[cold]
+    fn forget_dead(&mut self) {
+        self.found_dead = None;
+    }
+
     /// That connection, for the one call that it is ready for.
     #[inline]
     pub(crate) fn take_ready(&mut self) -> Option<&mut M::Response> {
-        self.found_dead = None;
+        if self.found_dead.is_some() {
+            self.forget_dead();
+        }
         let link = self.link.as_mut()?;
         std::mem::take(&mut link.ready).then_some(&mut link.connection)
     }
@@ -174,15 +201,7 @@ where
         if let Some(link) = self.link() {
             match link.connection.poll_ready(cx) {
                 Poll::Ready(Ok(())) => link.ready = true,
-                Poll::Ready(Err(error)) => {
-                    let generation = Arc::clone(&link.local.generation);
-                    let error = CallError::not_ready(error).connection_lost();
-                    let closure = generation.closure(&error);
-                    let error = error.at_closure(closure);
-                    self.link = None;
-                    self.shared.lost(&generation, &error, None);
-                    self.found_dead = Some(Box::new(Attempt::of(&error, Some(generation.number))));
-                }
+                Poll::Ready(Err(error)) => self.lose(error),
                 Poll::Pending => link.release(),
             }
         }

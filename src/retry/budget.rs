@@ -62,6 +62,7 @@ impl Default for Throttle {
 }
 
 impl Budget for Throttle {
+    #[inline]
     fn deposit(&self) {
         // Relaxed throughout: the level says nothing about other memory, and a read-modify-write loses no
         // token in any order.

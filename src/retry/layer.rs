@@ -6,7 +6,7 @@ use tower::{Layer, retry::budget::Budget};
 use super::{Retry, backoff::Schedule, budget::Throttle};
 use crate::event::{Event, Events};
 
-pub(super) type SharedBudget = Arc<dyn Budget + Send + Sync>;
+type SharedBudget = Arc<dyn Budget + Send + Sync>;
 
 /// Retries read-only calls, with the defaults: three attempts in all, no attempt timeout, exponential backoff
 /// with full jitter, a failure-aware budget. See the [module](super).
@@ -40,8 +40,15 @@ pub(super) struct Options {
     pub(super) attempts: u32,
     pub(super) attempt_timeout: Option<Duration>,
     pub(super) schedule: Schedule,
-    pub(super) budget: Option<SharedBudget>,
+    pub(super) budget: Option<AnyBudget>,
     pub(super) events: Events,
+}
+
+/// The budget of one service. The default one, which every success pays back, is called without a table of functions.
+#[derive(Clone)]
+pub(super) enum AnyBudget {
+    Default(Arc<Throttle>),
+    Other(SharedBudget),
 }
 
 #[derive(Clone, Default)]
@@ -208,11 +215,28 @@ impl<S> Layer<S> for RetryReadOnlyLayer {
 
     fn layer(&self, inner: S) -> Retry<S> {
         let budget = match &self.budget {
-            BudgetOption::Fresh => Some(Arc::new(Throttle::default()) as SharedBudget),
-            BudgetOption::Shared(budget) => Some(Arc::clone(budget)),
+            BudgetOption::Fresh => Some(AnyBudget::Default(Arc::default())),
+            BudgetOption::Shared(budget) => Some(AnyBudget::Other(Arc::clone(budget))),
             BudgetOption::Without => None,
         };
         Retry::new(inner, Options { budget, ..self.options.clone() }, self.check().err())
+    }
+}
+
+impl AnyBudget {
+    #[inline]
+    pub(super) fn deposit(&self) {
+        match self {
+            AnyBudget::Default(budget) => budget.deposit(),
+            AnyBudget::Other(budget) => budget.deposit(),
+        }
+    }
+
+    pub(super) fn withdraw(&self) -> bool {
+        match self {
+            AnyBudget::Default(budget) => budget.withdraw(),
+            AnyBudget::Other(budget) => budget.withdraw(),
+        }
     }
 }
 

@@ -40,18 +40,20 @@ pub(super) struct Lane<M: Service<()>> {
 }
 
 /// One call on the short way.
+// In this order: what a call begins with is together, and is moved without the room for the timer, which comes last.
 #[pin_project]
+#[repr(C)]
 pub(super) struct Direct<A, M: Service<()>, Req> {
+    pub(super) lane: Arc<Lane<M>>,
+    outermost: bool,
     #[pin]
     attempt: A,
-    pub(super) lane: Arc<Lane<M>>,
     /// What another attempt is made from. Its context is also what the layers need to know of the call. Gone
     /// with the call.
     kept: Option<Req>,
     /// Made when the attempt is first pending.
     #[pin]
     timer: Option<Sleep>,
-    outermost: bool,
 }
 
 // ===== impl Lane =====

@@ -269,6 +269,7 @@ where
     type Error = CallError;
     type Future = ResponseFuture<S, Req>;
 
+    #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
         self.inner.poll_ready(cx).map_err(CallError::not_ready)
     }
