@@ -129,11 +129,13 @@ pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;
 pub mod retry;
-#[cfg(feature = "rmcp")]
-pub mod sdk;
 pub mod stack;
 pub mod stdio;
 pub mod write_safety;
+
+// After the stack, so that its own methods come first in the documentation.
+#[cfg(feature = "rmcp")]
+pub mod sdk;
 
 pub use call::{Activity, Basis, Call, CallContext, CallId, Deadline, Effect, Tagged};
 pub use deadline::{DeadlineLayer, DeadlineService, Pause, Progress};
