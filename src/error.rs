@@ -59,7 +59,7 @@ pub enum Outcome {
 /// let error = CallError::ambiguous(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
 /// assert_eq!(error.outcome(), Outcome::Unknown); // a write, as long as nobody says otherwise
 /// assert!(error.may_have_landed() && !error.is_safe_to_repeat());
-/// assert!(error.downcast::<std::io::Error>().is_ok());
+/// assert!(error.get_ref::<std::io::Error>().is_some()); // what it was made of
 /// ```
 pub struct CallError(Box<Inner>);
 

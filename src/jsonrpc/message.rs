@@ -564,4 +564,23 @@ mod tests {
         let response = Response::new("secret").unwrap();
         assert!(!format!("{request:?}{response:?}").contains("secret"));
     }
+
+    #[test]
+    fn a_tools_call_has_its_arguments_if_they_are_an_object() {
+        let name = "get_invoice".to_owned();
+        let frame = |arguments| {
+            let mut out = Vec::new();
+            Request::tool(&*name, arguments).write(Some(1), &mut out);
+            out
+        };
+        let out = frame(serde_json::json!({ "text": "a\nb" }));
+        assert!(out.ends_with(b"\n") && memchr::memchr_iter(b'\n', &out).count() == 1);
+        let sent: Value = serde_json::from_slice(&out).unwrap();
+        let params = serde_json::json!({ "name": "get_invoice", "arguments": { "text": "a\nb" } });
+        assert_eq!((&sent["method"], &sent["params"]), (&Value::from("tools/call"), &params));
+        for none in [Value::Null, Value::from(1), serde_json::json!([1])] {
+            let sent: Value = serde_json::from_slice(&frame(none)).unwrap();
+            assert_eq!(sent["params"], serde_json::json!({ "name": "get_invoice" }));
+        }
+    }
 }
