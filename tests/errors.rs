@@ -49,18 +49,21 @@ fn server<const N: usize>(
     })
 }
 
-fn connector<S: Clone>(
+fn connector<S>(
     connection: S,
 ) -> impl Service<(), Response = S, Error = CallError, Future: Send> + Clone + Send
 where
-    S: Send + 'static,
+    S: Clone + Send + 'static,
 {
     service_fn(move |()| std::future::ready(Ok::<_, CallError>(connection.clone())))
 }
 
 /// The calls that were reported, with what they were reported for.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<(&'static str, Option<CallId>)>>>);
+struct Told(Arc<Mutex<Vec<Report>>>);
+
+/// What was reported, and of which call.
+type Report = (&'static str, Option<CallId>);
 
 impl Told {
     fn sink(&self) -> impl Fn(Event<'_>) + Send + Sync + use<> {
@@ -72,7 +75,7 @@ impl Told {
         }
     }
 
-    fn take(&self) -> Vec<(&'static str, Option<CallId>)> {
+    fn take(&self) -> Vec<Report> {
         std::mem::take(&mut *self.0.lock().unwrap())
     }
 }
