@@ -157,7 +157,7 @@ mod unix {
         ) -> Result<Row, BoxError> {
             // Connected, so that the kill meets somebody: the last one may have come when nobody was calling.
             self.stack.send(Request::new("tools/list", json!({}))?).await?;
-            let mut request = Request::new("tools/call", json!({ "name": tool, "arguments": arguments }))?;
+            let mut request = Request::tool(tool, arguments);
             let call = request.context_mut().assign_id();
             let killing = async {
                 match kill_after {

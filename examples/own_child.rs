@@ -15,7 +15,7 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, Effect, Event, InDoubt, RetryReadOnly, Stack, Verdict, WriteSafetyLayer,
+    BoxError, Call, Effect, Event, InDoubt, Outcome, RetryReadOnly, Stack, Verdict, WriteSafetyLayer,
     jsonrpc::{Request, Response},
     stdio,
 };
@@ -103,6 +103,7 @@ async fn main() -> Result<(), BoxError> {
         let call = Request::new("doc/create", params)?.within(Duration::from_secs(60));
         match docs.send(call).await {
             Ok(answer) => println!("   => {}", answer.raw()),
+            Err(error) if error.outcome() == Outcome::DoneResultLost => println!("   => {error}"),
             Err(error) if error.is_safe_to_repeat() => println!("   => try again: {error}"),
             Err(error) if error.may_have_landed() => println!("   => look first: {error}"),
             Err(error) => return Err(error.into()),

@@ -95,14 +95,15 @@ async fn main() -> Result<(), BoxError> {
         print!("{verb:4} {path:8} called {} times: ", calls.load(Ordering::Relaxed));
         match result {
             Ok(Res(answer)) => println!("answer {answer:?}"),
-            Err(error) => {
-                let text = error.to_string();
-                match error.downcast::<MyErr>() {
-                    Ok(MyErr::App(code)) => println!("own error, code {code}"),
-                    Ok(own) => println!("{text}\n      own error: {own}"),
-                    Err(_) => println!("{text}"),
-                }
-            }
+            // The server's answer stands for itself. Of everything else the text says what is known.
+            Err(error) => match error.into_answer::<MyErr>() {
+                Ok(MyErr::App(code)) => println!("own error, code {code}"),
+                Ok(own) => println!("own error: {own}"),
+                Err(error) => match error.get_ref::<MyErr>() {
+                    Some(own) => println!("{error}\n      own error: {own}"),
+                    None => println!("{error}"),
+                },
+            },
         }
     }
 

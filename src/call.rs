@@ -137,7 +137,10 @@ impl Effect {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Basis {
-    /// Nobody: the request type's own default.
+    /// Nobody has told a layer: it is what the request says of itself, by its type's default or, of a [`Tagged`],
+    /// by what it was made with. [`Call::read_only`], [`Call::as_effect`] and the layers' rules are [`Caller`].
+    ///
+    /// [`Caller`]: Basis::Caller
     #[default]
     Default,
     /// The protocol defines the method so.

@@ -18,7 +18,7 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    Basis, BoxError, Cause, Delivery, Effect, Evidence, Refusal, Scope,
+    Basis, BoxError, Call, CallId, Cause, Delivery, Effect, Evidence, Refusal, Scope,
     delivery::ConnectError,
     write_safety::{Fence, FenceBasis},
 };
@@ -59,11 +59,12 @@ pub enum Outcome {
 /// let error = CallError::ambiguous(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
 /// assert_eq!(error.outcome(), Outcome::Unknown); // a write, as long as nobody says otherwise
 /// assert!(error.may_have_landed() && !error.is_safe_to_repeat());
-/// assert!(error.downcast::<std::io::Error>().is_ok());
+/// assert!(error.get_ref::<std::io::Error>().is_some()); // what it was made of
 /// ```
 pub struct CallError(Box<Inner>);
 
 struct Inner {
+    call: Option<CallId>,
     cause: Cause,
     scope: Scope,
     /// `None`: by the cause's evidence and the effect.
@@ -274,6 +275,16 @@ impl CallError {
         }
     }
 
+    /// Which call this is the end of, as its [events](crate::Event) and its entry in the
+    /// [ledger](crate::write_safety::ledger::EntryId::call) name it; not in the text. The outermost layer of this
+    /// crate that the call passed names it, unless the caller has ([`CallContext::assign_id`]). `None` where neither
+    /// did: a connection without layers, a stack that was shut down before.
+    ///
+    /// [`CallContext::assign_id`]: crate::CallContext::assign_id
+    pub fn call(&self) -> Option<CallId> {
+        self.0.call
+    }
+
     /// The method that was called; empty where nobody has said. Those that say it keep it anyway: the
     /// connections of this crate, [`ReconnectLayer`](crate::ReconnectLayer),
     /// [`WriteSafetyLayer`](crate::WriteSafetyLayer) for writes and
@@ -300,8 +311,42 @@ impl CallError {
         }
     }
 
+    /// The foreign error, if it is the server's answer and all there is to say: then it may stand in for this one.
+    /// That is so where the [outcome](CallError::outcome) is [`Answered`](Outcome::Answered) and nothing
+    /// [may have landed](CallError::may_have_landed). A JSON-RPC server's own error is not foreign; it is
+    /// [`answer`](CallError::answer).
+    ///
+    /// ```
+    /// use std::io;
+    /// use goaround::{CallError, Outcome};
+    ///
+    /// let error = CallError::answered(io::Error::from(io::ErrorKind::PermissionDenied));
+    /// assert_eq!(error.into_answer::<io::Error>().unwrap().kind(), io::ErrorKind::PermissionDenied);
+    ///
+    /// // A write that may have been applied is no answer, whatever its last attempt ended with.
+    /// let error = CallError::ambiguous(io::Error::from(io::ErrorKind::ConnectionReset));
+    /// let error = error.into_answer::<io::Error>().unwrap_err();
+    /// assert_eq!(error.outcome(), Outcome::Unknown);
+    /// assert!(error.get_ref::<io::Error>().is_some()); // it is still there
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// This error itself, as it was, in every other case.
+    pub fn into_answer<E: StdError + 'static>(self) -> Result<E, Self> {
+        if self.outcome() != Outcome::Answered || self.may_have_landed() {
+            return Err(self);
+        }
+        self.downcast()
+    }
+
     /// The foreign error, as it was given. A connector's error is shared by all calls that waited for the
     /// connection, so that it comes out by reference alone ([`get_ref`](CallError::get_ref)).
+    ///
+    /// **What is known of the call is lost with this error.** The foreign one says how the last attempt ended, and
+    /// not that the write is [`Unknown`](Outcome::Unknown), or that a check found it
+    /// [done](Outcome::DoneResultLost): who sees "reset" repeats it. Look at the [outcome](CallError::outcome) first,
+    /// or use [`into_answer`](CallError::into_answer), which does.
     ///
     /// # Errors
     ///
@@ -323,6 +368,7 @@ impl CallError {
 impl CallError {
     pub(crate) fn new(cause: Cause, scope: Scope, delivery: Option<Delivery>) -> Self {
         Self(Box::new(Inner {
+            call: None,
             cause,
             scope,
             delivery,
@@ -428,6 +474,7 @@ impl CallError {
     /// The facts of an error that cannot be moved out of its box.
     fn facts(&self) -> Self {
         let mut facts = Self::new(self.0.cause.clone(), self.0.scope, self.0.delivery);
+        facts.0.call = self.0.call;
         facts.0.effect = self.0.effect;
         facts.0.basis = self.0.basis;
         facts.0.method = self.0.method.clone();
@@ -456,7 +503,21 @@ impl CallError {
         }
     }
 
-    /// Names the call, if no layer further down has.
+    /// Says which call it is: for the layers, of which the outermost has the last word. A service below them may
+    /// have made other calls of its own.
+    pub(crate) fn with_id(mut self, call: Option<CallId>) -> Self {
+        if call.is_some() {
+            self.0.call = call;
+        }
+        self
+    }
+
+    /// Says which call it is, and what that is.
+    pub(crate) fn of_request(self, request: &impl Call, effect: Effect) -> Self {
+        self.of_call(request.method(), effect).with_id(request.context().id())
+    }
+
+    /// Says what call it is, if no layer further down has.
     pub(crate) fn of_call(mut self, method: &str, effect: Effect) -> Self {
         if self.0.effect.is_none() {
             self.0.effect = Some(effect);
@@ -588,6 +649,7 @@ impl fmt::Debug for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CallError")
             .field("outcome", &self.outcome())
+            .field("call", &self.0.call)
             .field("cause", &self.0.cause)
             .field("scope", &self.0.scope)
             .field("delivery", &self.delivery())

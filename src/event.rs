@@ -259,12 +259,12 @@ impl Events {
     }
 
     /// Reports a failed call, if there is something to report: more than one attempt.
-    pub(crate) fn failed(&self, call: Option<CallId>, basis: Basis, error: &CallError) {
+    pub(crate) fn failed(&self, basis: Basis, error: &CallError) {
         if error.attempts().len() < 2 {
             return;
         }
         self.emit(Event::Call(&CallReport {
-            call,
+            call: error.call(),
             method: error.method().to_owned(),
             effect: error.effect(),
             // The layer that reports may be outside of the one that judged the call.
@@ -294,7 +294,7 @@ pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Event
     true
 }
 
-/// What the outermost layer keeps of a call that it gives away, to report its failure.
+/// What the outermost layer keeps of a call that it gives away, to name and report its failure.
 #[derive(Debug)]
 pub(crate) struct Report {
     call: Option<CallId>,
@@ -308,8 +308,11 @@ impl Report {
         Self { call: context.id(), basis: context.basis(), events: context.events.share() }
     }
 
-    pub(crate) fn failed(&self, error: &CallError) {
-        self.events.failed(self.call, self.basis, error);
+    /// Names the call in its error, and reports it.
+    pub(crate) fn failed(&self, error: CallError) -> CallError {
+        let error = error.with_id(self.call);
+        self.events.failed(self.basis, &error);
+        error
     }
 }
 

@@ -33,7 +33,7 @@
 //! ```no_run
 //! use std::time::Duration;
 //!
-//! use goaround::{BoxError, InDoubt, RetryReadOnly, Stack, Verdict, jsonrpc::{Request, Response}, mcp};
+//! use goaround::{BoxError, InDoubt, Outcome, Stack, Verdict, jsonrpc::{Request, Response}, mcp};
 //! use serde_json::{Value, json};
 //!
 //! /// Was the invoice created? Asked after a write ended without an answer.
@@ -42,9 +42,9 @@
 //!     if call["name"] != "create_invoice" {
 //!         return Ok(doubt.unknown("no check for this tool"));
 //!     }
-//!     let list = json!({ "name": "list_invoices", "arguments": {} });
-//!     let list: Value = doubt.probe(Request::new("tools/call", list)?).await?.parse()?;
+//!     let list: Value = doubt.probe(Request::tool("list_invoices", json!({}))).await?.parse()?;
 //!     let invoices = list["structuredContent"]["invoices"].as_array().ok_or("no list of invoices")?;
+//!     // Only this write has that number, since its caller drew it: something similar would prove nothing.
 //!     Ok(if invoices.contains(&call["arguments"]["number"]) {
 //!         doubt.landed_without_result()
 //!     } else {
@@ -58,13 +58,13 @@
 //!     .exit_ends_effects(); // its effects are its own and local: once it is gone, nothing more can land
 //! let invoices = Stack::builder(server)
 //!     .deadline(Duration::from_secs(30))
-//!     .check(check)
-//!     .retry(RetryReadOnly)
+//!     .check(check) // a function; `.writes(WriteSafetyLayer::new(..))` takes ready-made ones too
 //!     .build()?;
 //!
-//! let create = json!({ "name": "create_invoice", "arguments": { "number": "2026-17" } });
-//! match invoices.send(Request::new("tools/call", create)?).await {
+//! let create = Request::tool("create_invoice", json!({ "number": "2026-17-5f0c2a" }));
+//! match invoices.send(create).await {
 //!     Ok(answer) => println!("{}", answer.raw()),
+//!     Err(error) if error.outcome() == Outcome::DoneResultLost => eprintln!("go on: {error}"),
 //!     Err(error) if error.is_safe_to_repeat() => eprintln!("try again: {error}"),
 //!     Err(error) if error.may_have_landed() => eprintln!("look first: {error}"),
 //!     Err(error) => return Err(error.into()),
@@ -75,7 +75,8 @@
 //! ```
 //!
 //! How to write such a check, what a fence is, and what goes wrong with checks that look right:
-//! [`write_safety::effect_check`].
+//! [`write_safety::effect_check`]. What is in doubt is kept in a [ledger](write_safety::ledger), which may be a file;
+//! [`Resolve`] settles what a process left open that has died.
 //!
 //! # Connections
 //!
@@ -90,7 +91,8 @@
 //!
 //! # What is reported
 //!
-//! [`CallError`] says what happened and what is known, also in its text, which people and models act on.
+//! [`CallError`] says what happened and what is known, also in its text, which people and models act on. Error, event
+//! and ledger name a call by the same [`CallId`].
 //! [`Event`]s tell of calls that needed more than one attempt, of closures and recoveries, and of every write
 //! in doubt. They go to [`tracing`] too.
 //!
@@ -129,11 +131,13 @@ pub mod jsonrpc;
 pub mod mcp;
 pub mod reconnect;
 pub mod retry;
-#[cfg(feature = "rmcp")]
-pub mod sdk;
 pub mod stack;
 pub mod stdio;
 pub mod write_safety;
+
+// After the stack, so that its own methods come first in the documentation.
+#[cfg(feature = "rmcp")]
+pub mod sdk;
 
 pub use call::{Activity, Basis, Call, CallContext, CallId, Deadline, Effect, Tagged};
 pub use deadline::{DeadlineLayer, DeadlineService, Pause, Progress};

@@ -256,7 +256,7 @@ where
         }
         let outermost = door.enter(context);
         if let Err(error) = door.settle(context) {
-            return ResponseFuture::refused(retry.inner_mut(), error.of_call(request.method(), effect));
+            return ResponseFuture::refused(retry.inner_mut(), error.of_request(&request, effect));
         }
         if let Some(kept) = replica(&request)
             && let Some(connection) = retry.inner_mut().take_ready()
@@ -413,7 +413,7 @@ where
     #[cold]
     fn shut_down(reconnect: &mut Reconnect<M>, request: &Req, effect: Effect) -> Self {
         let error = CallError::refused(Refusal::Shutdown);
-        Self::refused(reconnect, error.of_call(request.method(), effect).with_attempt(None))
+        Self::refused(reconnect, error.of_request(request, effect).with_attempt(None))
     }
 
     /// The call has ended: a shutdown that waits for that looks again.
@@ -584,9 +584,9 @@ where
         self
     }
 
-    /// Settles writes in doubt by that check: short for [`writes`](Self::writes) with
-    /// [`WriteSafetyLayer::new`], which also takes an [`EffectCheck`](crate::EffectCheck) that is no closure.
-    /// Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
+    /// Settles writes in doubt by that check, a function: short for [`writes`](Self::writes) with
+    /// [`WriteSafetyLayer::new`], which takes any [`EffectCheck`](crate::EffectCheck), the ready-made ones of
+    /// [`mcp::checks`](crate::mcp::checks) among them. Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
     ///
     /// The check is asked about all writes of the stack. A replay needs a fence besides, such as
     /// [`Child::exit_ends_effects`](crate::stdio::Child::exit_ends_effects) on the connector or

@@ -38,7 +38,7 @@ fn own_child_settles_its_writes_in_doubt() {
             "=> {\"created\":\"plain\"}",
             "check: 2 documents, dies-after is there",
             "doc/create was in doubt, replayed: false",
-            "=> look first: DONE, result lost: doc/create",
+            "=> DONE, result lost: doc/create",
             "check: 2 documents, dies-before is not there",
             "doc/create was in doubt, replayed: true",
             "=> {\"created\":\"dies-before\"}",

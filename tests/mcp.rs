@@ -319,7 +319,8 @@ async fn a_handshake_that_is_never_answered_is_bounded_by_the_connect_timeout() 
 async fn a_server_that_dies_in_the_handshake_is_said_to_with_its_status_and_last_words() {
     for era in [Era::Auto, Era::Initialize, Era::Discover] {
         let error = handshake_error(server("echo no config >&2; exit 42").era(era)).await;
-        assert_eq!(error.to_string(), "the connection closed during the handshake (exit status: 42)");
+        let ending = "exit status: 42; its stderr is in the `HandshakeError`";
+        assert_eq!(error.to_string(), format!("the connection closed during the handshake ({ending})"));
         let HandshakeError::Closed { stderr, .. } = error else { panic!("{error:?}") };
         assert_eq!(stderr, ["no config"]);
     }

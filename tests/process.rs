@@ -565,8 +565,9 @@ async fn a_stack_names_the_handshakes_error_and_its_reader_finds_the_servers_las
     let command = command("read -r line; echo 'no license' >&2; exit 4", "");
     let stack = Stack::builder(mcp::stdio(command)).retry(RetryReadOnly.attempts(1)).build().unwrap();
     let error = stack.send(Request::new("tools/list", ()).unwrap()).await.unwrap_err();
-    let text = "cannot connect: the connection closed during the handshake (exit status: 4)";
-    assert_eq!(error.to_string(), format!("not done: tools/list: {text}"));
+    let text = "cannot connect: the connection closed during the handshake";
+    let ending = "exit status: 4; its stderr is in the `HandshakeError`";
+    assert_eq!(error.to_string(), format!("not done: tools/list: {text} ({ending})"));
     let handshake = error.get_ref::<mcp::HandshakeError>();
     let Some(mcp::HandshakeError::Closed { stderr, .. }) = handshake else { panic!("{handshake:?}") };
     assert_eq!(stderr, &["no license"]);

@@ -14,7 +14,10 @@ use goaround::{
     Stack, Verdict, WriteSafetyLayer,
     mcp::{ToolRules, checks},
     sdk::{self, Client, Connector, InitializeError, Request},
-    write_safety::{KeyedWrites, ledger::EntryId},
+    write_safety::{
+        KeyedWrites,
+        ledger::{EntryId, Ledger},
+    },
 };
 use rmcp::{
     ClientHandler, RoleClient, ServiceError,
@@ -318,9 +321,18 @@ async fn what_is_known_survives_in_the_sdks_error() {
     let lab = Lab::new();
     let client = lab.client("");
     let error = ServiceError::from(call(&client, "w_die").await.unwrap_err());
+    let text = error.to_string();
+    assert!(text.starts_with("Transport send error: ") && text.contains(" outcome UNKNOWN: "), "{text}");
     let ServiceError::TransportSend(error) = error else { panic!("{error}") };
     let error = error.error.downcast::<CallError>().unwrap();
     assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(error.to_string().starts_with("outcome UNKNOWN: "), "{error}");
+    // By the name that event and ledger have for it.
+    let call = error.call().unwrap();
+    let [doubt] = &lab.events("in_doubt")[..] else { panic!() };
+    assert_eq!(doubt["call"], serde_json::to_value(call).unwrap());
+    let entries = client.ledger().in_doubt().await.unwrap();
+    assert_eq!(entries.iter().map(|entry| entry.id.call()).collect::<Vec<_>>(), [call]);
     client.shutdown(PATIENCE).await;
 }
 
@@ -555,6 +567,7 @@ async fn a_server_that_does_not_get_through_its_handshake_says_why_and_the_call_
     // Whether its end or the broken pipe is seen first.
     let text = error.to_string();
     assert!(text.contains("cannot connect: the handshake failed: the "), "{text}");
+    assert!(text.contains(" (the server's stderr is in the `InitializeError`)"), "{text}");
     assert!(!text.contains("no config"), "{text}");
 
     let lab = Lab::new();

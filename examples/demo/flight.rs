@@ -112,7 +112,7 @@ impl Flight {
 
     /// A call of a tool that only reads.
     pub(crate) async fn read(&self, fault: Fault) -> Result<Flown, BoxError> {
-        self.send(tool("get_invoice", json!({ "invoice": "any", "fault": fault }))?, None).await
+        self.send(Request::tool("get_invoice", json!({ "invoice": "any", "fault": fault })), None).await
     }
 
     /// A call of a tool that writes: it creates an invoice with a number of its own.
@@ -169,15 +169,11 @@ impl Flight {
     }
 }
 
-pub(crate) fn tool(name: &str, arguments: Value) -> Result<Request, serde_json::Error> {
-    Request::new("tools/call", json!({ "name": name, "arguments": arguments }))
-}
-
 /// A write with a number of its own, by which it can be told from every other.
 pub(crate) fn create_invoice(fault: Fault) -> Result<(String, Request), serde_json::Error> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let invoice = format!("invoice-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-    let request = tool("create_invoice", json!({ "invoice": invoice, "fault": fault }))?;
+    let request = Request::tool("create_invoice", json!({ "invoice": invoice, "fault": fault }));
     Ok((invoice, request))
 }
 
@@ -187,7 +183,7 @@ pub(crate) async fn look_for_invoice(
 ) -> Result<Verdict<Response>, BoxError> {
     let call: Value = doubt.request().params()?;
     let invoice = &call["arguments"]["invoice"];
-    let list: Value = doubt.probe(tool("list_invoices", json!({}))?).await?.parse()?;
+    let list: Value = doubt.probe(Request::tool("list_invoices", json!({}))).await?.parse()?;
     let invoices = list["structuredContent"]["invoices"].as_array().ok_or("no list of invoices")?;
     if invoices.contains(invoice) {
         let result = server::text(invoice.as_str().unwrap_or_default());

@@ -5,12 +5,12 @@
 
 use std::time::Duration;
 
-use goaround::{BoxError, Call, FenceBasis, Outcome, VerdictKind, WriteSafetyLayer};
+use goaround::{BoxError, Call, FenceBasis, Outcome, VerdictKind, WriteSafetyLayer, jsonrpc::Request};
 use serde_json::json;
 use tokio::time::sleep;
 
 use crate::{
-    flight::{Expected, Flight, Flown, Landed, PATIENCE, create_invoice, look_for_invoice, tool},
+    flight::{Expected, Flight, Flown, Landed, PATIENCE, create_invoice, look_for_invoice},
     report::Board,
     server::Fault,
 };
@@ -176,11 +176,11 @@ async fn hang() -> Result<Landed, BoxError> {
     let flight = Flight::new()?;
     flight.read(Fault::None).await?;
 
-    let read = tool("get_invoice", json!({ "fault": Fault::Hang }))?.within(DEADLINE);
+    let read = Request::tool("get_invoice", json!({ "fault": Fault::Hang })).within(DEADLINE);
     let (invoice, write) = create_invoice(Fault::None)?;
     let write = write.within(DEADLINE);
     // More than a pipe holds: what comes after it stays in the queue.
-    let large = tool("get_invoice", json!({ "padding": "x".repeat(1 << 20) }))?.within(DEADLINE);
+    let large = Request::tool("get_invoice", json!({ "padding": "x".repeat(1 << 20) })).within(DEADLINE);
     let (queued_invoice, queued) = create_invoice(Fault::None)?;
     let queued = queued.within(DEADLINE);
     let (read, write, large, queued) = tokio::try_join!(

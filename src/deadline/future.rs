@@ -63,10 +63,10 @@ impl<F> ResponseFuture<F> {
         {
             error = error.note(note);
         }
-        if let Some(report) = this.report {
-            report.failed(&error);
+        match this.report {
+            Some(report) => report.failed(error),
+            None => error,
         }
-        error
     }
 }
 

@@ -253,7 +253,7 @@ impl<S> DeadlineService<S> {
                 let until = context.until();
                 ResponseFuture::new(call(inner, request, now), until, effect, report)
             }
-            Err(error) => ResponseFuture::past(error.of_call(request.method(), effect), effect),
+            Err(error) => ResponseFuture::past(error.of_request(&request, effect), effect),
         }
     }
 }

@@ -487,7 +487,7 @@ impl Shared {
 
 /// The error, with the call's name and effect.
 pub(super) fn named(error: CallError, request: &Request) -> CallError {
-    error.of_call(request.method(), effect_of(request))
+    error.of_request(request, effect_of(request))
 }
 
 // ===== impl ResponseFuture =====

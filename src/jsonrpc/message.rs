@@ -7,7 +7,7 @@ use serde::{
     de::{DeserializeOwned, SeqAccess, Visitor},
     ser::Error as _,
 };
-use serde_json::value::RawValue;
+use serde_json::{Map, Value, value::RawValue};
 
 use crate::{Call, CallContext, Deadline, Effect, ServerError};
 
@@ -64,6 +64,26 @@ impl Request {
             context.set_deadline(Deadline::Never);
         }
         Ok(Self { method, params, context })
+    }
+
+    /// MCP's `tools/call` of that tool. Arguments that are no object are none.
+    ///
+    /// ```
+    /// use goaround::{Effect, jsonrpc::Request, mcp};
+    /// use serde_json::json;
+    ///
+    /// let read = Request::tool("get_invoice", json!({ "id": 7 }));
+    /// assert_eq!(read.method(), "tools/call");
+    /// let rules = mcp::ToolRules::new().read_only(["get_invoice"]);
+    /// assert_eq!(rules.classify(&read).unwrap().0, Effect::ReadOnly); // what no rule names is a write
+    /// ```
+    pub fn tool(name: impl Into<String>, arguments: Value) -> Self {
+        let mut params = Map::new();
+        params.insert("name".to_owned(), Value::String(name.into()));
+        if arguments.is_object() {
+            params.insert("arguments".to_owned(), arguments);
+        }
+        Self::new("tools/call", params).expect("a JSON object of JSON values")
     }
 
     /// The method.
@@ -543,5 +563,24 @@ mod tests {
         let request = Request::new("m", ["secret"]).unwrap();
         let response = Response::new("secret").unwrap();
         assert!(!format!("{request:?}{response:?}").contains("secret"));
+    }
+
+    #[test]
+    fn a_tools_call_has_its_arguments_if_they_are_an_object() {
+        let name = "get_invoice".to_owned();
+        let frame = |arguments| {
+            let mut out = Vec::new();
+            Request::tool(&*name, arguments).write(Some(1), &mut out);
+            out
+        };
+        let out = frame(serde_json::json!({ "text": "a\nb" }));
+        assert!(out.ends_with(b"\n") && memchr::memchr_iter(b'\n', &out).count() == 1);
+        let sent: Value = serde_json::from_slice(&out).unwrap();
+        let params = serde_json::json!({ "name": "get_invoice", "arguments": { "text": "a\nb" } });
+        assert_eq!((&sent["method"], &sent["params"]), (&Value::from("tools/call"), &params));
+        for none in [Value::Null, Value::from(1), serde_json::json!([1])] {
+            let sent: Value = serde_json::from_slice(&frame(none)).unwrap();
+            assert_eq!(sent["params"], serde_json::json!({ "name": "get_invoice" }));
+        }
     }
 }

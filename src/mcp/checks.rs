@@ -6,18 +6,23 @@
 //!
 //! ```
 //! use goaround::{WriteSafetyLayer, mcp::checks};
+//! use serde_json::json;
 //!
 //! let check = checks::read_back("create_invoice")
 //!     .by_tool("list_invoices")
 //!     .argument("/customer", "/customer")
 //!     .some("/structuredContent/invoices", "/token", "/token")
-//!     .landed_with(|_written, found| serde_json::json!({ "content": [], "structuredContent": found }));
+//!     // In place of the reply that is lost. `found` is the whole result of the read.
+//!     .landed_with(|_written, found| json!({ "content": [], "structuredContent": found["structuredContent"] }));
 //! let _layer = WriteSafetyLayer::new(check);
 //! ```
 //!
+//! A stack takes the layer by [`writes`](crate::StackBuilder::writes); its [`check`](crate::StackBuilder::check) is for
+//! functions alone. For the SDK's client the check is wrapped in `sdk::check(..)`.
+//!
 //! | what was read | verdict |
 //! |---|---|
-//! | the write's values | [`Landed`](Verdict::Landed), with the response that [`landed_with`](ReadBack::landed_with) makes |
+//! | the write's values | [`Landed`](Verdict::Landed), with the response that [`landed_with`](ReadBack::landed_with) makes; without that, the error "DONE, result lost" |
 //! | of several things some, and not the others | [`Partial`](Verdict::Partial) |
 //! | a list without them; or what was declared to mean absence | [`doubt.not_landed()`](InDoubt::not_landed): a replay if a fence holds, else unknown |
 //! | an error, `isError`, another shape, another value, one page of several | [`Unknown`](Verdict::Unknown): a failed probe is never "absent" |

@@ -340,7 +340,7 @@ enum Phase {
 
 impl ResponseFuture {
     fn refused(refusal: Refusal, request: &Request) -> Self {
-        let error = CallError::refused(refusal).of_call(request.method(), effect_of(request));
+        let error = CallError::refused(refusal).of_request(request, effect_of(request));
         Self(Phase::Known(Some(Err(error))))
     }
 

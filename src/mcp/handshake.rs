@@ -52,7 +52,7 @@ pub enum HandshakeError {
         what: &'static str,
     },
     /// The connection closed, perhaps since the server's process ended.
-    #[error("the connection closed during the handshake{}", status(.exit))]
+    #[error("the connection closed during the handshake{}", ending(.exit.as_ref(), .stderr))]
     Closed {
         /// How the server's process ended, if it did.
         exit: Option<ExitStatus>,
@@ -70,8 +70,15 @@ pub enum HandshakeError {
     NoHandshake(ProtocolVersion),
 }
 
-fn status(exit: &Option<ExitStatus>) -> String {
-    exit.as_ref().map(|status| format!(" ({status})")).unwrap_or_default()
+/// How the process ended, and where its last words are.
+fn ending(exit: Option<&ExitStatus>, stderr: &[String]) -> String {
+    let words = (!stderr.is_empty()).then_some("its stderr is in the `HandshakeError`");
+    match (exit, words) {
+        (Some(status), Some(words)) => format!(" ({status}; {words})"),
+        (Some(status), None) => format!(" ({status})"),
+        (None, Some(words)) => format!(" ({words})"),
+        (None, None) => String::new(),
+    }
 }
 
 impl fmt::Debug for HandshakeError {

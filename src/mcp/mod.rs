@@ -14,8 +14,10 @@
 //! - progress: a call with an [idle limit](crate::Call::idle) asks the server for it by a token, and is extended by
 //!   it ([`Connection`]),
 //! - what each call may do ([`ToolRules`]): the methods by the protocol's definition ([`METHODS`]), the tools by
-//!   the caller's word, or by the server's where the caller trusts it. A `tools/call` is a write unless somebody
-//!   says otherwise.
+//!   the caller's word, or by the server's where the caller trusts it. A `tools/call`, short
+//!   [`Request::tool`], is a write unless somebody says otherwise. Errors, events and ledger do not name the tool,
+//!   since a model or a peer makes up such names: [`CallError::call`](crate::CallError::call) and
+//!   [`CallContext::assign_id`](crate::CallContext::assign_id) tell calls apart.
 //!
 //! A tool's call that goes on as a task is waited for by [`tasks`], and [`checks`] has ready-made effect checks.
 //!

@@ -24,14 +24,14 @@ use crate::{Basis, Call, CallContext, Effect, jsonrpc::Request};
 ///
 /// ```
 /// use goaround::{Effect, jsonrpc::Request, mcp::ToolRules};
-/// # fn main() -> Result<(), goaround::BoxError> {
+/// use serde_json::json;
+///
 /// let rules = ToolRules::new().read_only(["get_invoice", "list_invoices"]).idempotent(["set_label"]);
 ///
-/// let call = |tool| Request::new("tools/call", serde_json::json!({ "name": tool, "arguments": {} }));
-/// assert_eq!(rules.classify(&call("get_invoice")?).unwrap().0, Effect::ReadOnly);
-/// assert!(rules.classify(&call("create_invoice")?).is_none()); // stays what it is: a write
-/// # Ok(())
-/// # }
+/// let read = Request::tool("get_invoice", json!({ "id": 7 }));
+/// assert_eq!(rules.classify(&read).unwrap().0, Effect::ReadOnly);
+/// let other = Request::tool("create_invoice", json!({ "customer": 7 }));
+/// assert!(rules.classify(&other).is_none()); // stays what it is: a write
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct ToolRules {

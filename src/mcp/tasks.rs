@@ -16,7 +16,7 @@
 //! let stack = Stack::builder(server).build()?;
 //!
 //! // 2025-11-25: the call asks for it, here to be kept for an hour.
-//! let call = Request::new("tools/call", json!({ "name": "render", "arguments": { "scene": 7 } }))?;
+//! let call = Request::tool("render", json!({ "scene": 7 }));
 //! let call = tasks::asked(call, Duration::from_secs(3600))?.within(Duration::from_secs(600));
 //! match tasks::run(&stack, call).await {
 //!     Ok(result) => println!("{}", result.raw()),
@@ -696,7 +696,8 @@ fn report(stack: &impl Client, task: &Task, ended: Result<Response, Ended>) -> R
             (error, Some(reason))
         }
     };
-    let error = error.of_call("tools/call", task.effect).judged_by(task.basis).with_attempt(None);
+    let error = error.with_id(Some(task.call)).of_call("tools/call", task.effect);
+    let error = error.judged_by(task.basis).with_attempt(None);
     if let Some(reason) = reason.filter(|reason| *reason != Reason::InputRequired)
         && task.effect.is_write()
     {

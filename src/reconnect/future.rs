@@ -230,9 +230,9 @@ where
                 Ok(response)
             }
             Err(error) => {
-                let error = error.after_attempts(earlier);
+                let error = error.after_attempts(earlier).with_id(this.call.id);
                 if this.call.outermost {
-                    this.call.events.failed(this.call.id, this.call.basis, &error);
+                    this.call.events.failed(this.call.basis, &error);
                 }
                 Err(error)
             }

@@ -313,10 +313,10 @@ fn stood<Req: Call>(call: &Req) -> Option<Box<Duration>> {
 #[cold]
 fn once_failed(error: CallError, effect: Effect, report: Option<&Report>) -> CallError {
     let error = error.of_call("", effect).with_attempt(None);
-    if let Some(report) = report {
-        report.failed(&error);
+    match report {
+        Some(report) => report.failed(error),
+        None => error,
     }
-    error
 }
 
 // ===== impl Read =====
@@ -486,10 +486,10 @@ impl<S, Req: Call> Read<S, Req> {
                 error = error.note(note);
             }
         }
-        if self.outermost {
-            Report::of(self.kept.context()).failed(&error);
+        match self.outermost {
+            true => Report::of(self.kept.context()).failed(error),
+            false => error,
         }
-        error
     }
 
     /// Pays the budget back, and reports a success that took more than one attempt.

@@ -167,7 +167,7 @@ where
         let effect = effect_of(&request);
         if let Some(wrong) = self.wrong {
             let refusal = CallError::refused(Refusal::Config(wrong));
-            return ResponseFuture::refused(refusal.of_call(request.method(), effect));
+            return ResponseFuture::refused(refusal.of_request(&request, effect));
         }
         let kept = if effect.is_write() { None } else { replica(&request) };
         let Some(kept) = kept else {

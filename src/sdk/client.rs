@@ -86,6 +86,7 @@ macro_rules! lists {
     )* };
 }
 
+/// Of [`sdk::Client`](super::Client) only, with feature `rmcp`: the methods of the SDK's client.
 impl Stack<Connector, Request, ServerResult> {
     /// Calls a tool. Unless somebody says otherwise ([`ToolRules`](crate::mcp::ToolRules)) that is a write.
     ///

@@ -690,7 +690,7 @@ impl Connection {
         }
         if request.context().activity().is_some_and(|activity| !activity.adopt()) {
             let error = CallError::attempt_timeout(Delivery::NotSent);
-            let error = error.of_call(request.method(), effect_of(&request));
+            let error = error.of_request(&request, effect_of(&request));
             return ResponseFuture(Phase::Failed(error.with_request(request)));
         }
         if let Some(progress) = request.context().progress() {
@@ -700,7 +700,7 @@ impl Connection {
             Ok(exchange) => exchange,
             Err(refused) => {
                 let (error, request) = *refused;
-                let error = error.of_call(request.method(), effect_of(&request));
+                let error = error.of_request(&request, effect_of(&request));
                 if let Some(activity) = request.context().activity() {
                     activity.withdrawn();
                 }
@@ -830,7 +830,7 @@ type Waited = Option<Result<ServerResult, CallError>>;
 
 impl ResponseFuture {
     fn refused(refusal: Refusal, request: &Request) -> Self {
-        let error = CallError::refused(refusal).of_call(request.method(), effect_of(request));
+        let error = CallError::refused(refusal).of_request(request, effect_of(request));
         Self(Phase::Failed(error))
     }
 }

@@ -478,7 +478,11 @@ impl fmt::Display for InitializeError {
             ClientInitializeError::LegacyFallbackFailed { .. } => "in neither of its two forms",
             _ => "the server answered something else",
         };
-        write!(f, "the handshake failed: {why}")
+        write!(f, "the handshake failed: {why}")?;
+        match self.stderr.is_empty() {
+            true => Ok(()),
+            false => f.write_str(" (the server's stderr is in the `InitializeError`)"),
+        }
     }
 }
 

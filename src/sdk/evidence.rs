@@ -311,7 +311,8 @@ pub(super) fn of_status(status: u16, wait: Option<Duration>) -> Sight {
 }
 
 /// Keeps signatures that have the SDK's error: an answer is what it is there, and everything else is a
-/// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside, whose text begins with what is known.
+/// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside. The SDK's text comes first there
+/// ("Transport send error: …"); what is known follows it, and begins the text of the `CallError`.
 impl From<CallError> for ServiceError {
     fn from(error: CallError) -> Self {
         // What is known of the rest must survive: the SDK's own errors cannot say it.

@@ -236,7 +236,7 @@ impl Exchange {
 
     /// The error, with the call's name and effect.
     pub(super) fn named(&self, error: CallError) -> CallError {
-        error.of_call(self.request.method(), effect_of(&self.request))
+        error.of_request(&self.request, effect_of(&self.request))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

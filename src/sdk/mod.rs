@@ -32,6 +32,7 @@
 //! # use std::time::Duration;
 //! # use rmcp::model::*;
 //! use goaround::{Stack, WriteSafetyLayer, mcp::{ToolRules, checks}, sdk::{self, Client, Connector}};
+//! use serde_json::json;
 //!
 //! # fn wanted() -> Option<CallToolRequestParams> { None }
 //! # fn tell(_: CallToolResult) {}
@@ -40,7 +41,9 @@
 //! let check = checks::read_back("create_invoice")
 //!     .by_tool("list_invoices")
 //!     .argument("/customer", "/customer")
-//!     .some("/structuredContent/invoices", "/token", "/token");
+//!     .some("/structuredContent/invoices", "/token", "/token")
+//!     // In place of a reply that is lost, where the check finds that the write landed.
+//!     .landed_with(|_written, found| json!({ "content": [], "structuredContent": found["structuredContent"] }));
 //! let server: Client = Stack::builder(Connector::http((), "http://localhost:8000/mcp").tools(rules))
 //!     .deadline(Duration::from_secs(120))
 //!     .writes(WriteSafetyLayer::new(sdk::check(check)))
@@ -53,9 +56,26 @@
 //! # }
 //! ```
 //!
-//! The example `agent_host` is such a loop as a whole program, against a command or a URL. Where signatures have the
-//! SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error as it is, and everything
-//! else inside a `ServiceError::TransportSend` whose text begins with what is known.
+//! For a server that is a child process, `().serve(TokioChildProcess::new(command)?)` becomes
+//! `Connector::stdio((), command)`. The example `agent_host` is such a loop as a whole program, against a command or a
+//! URL.
+//!
+//! Where signatures have the SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error as
+//! it is, and everything else inside a `ServiceError::TransportSend`. The SDK puts "Transport send error: …" before its
+//! text; what is known follows that, and begins the text of the `CallError` inside. For a model use [`tool_result`].
+//!
+//! # Versions
+//!
+//! `rmcp` 3.11 or a later 3.x, as a dependency of yours besides, since its types are in your code. Of its features
+//! `client` is enough, and one for [TLS](#tls):
+//!
+//! ```toml
+//! goaround = { path = "../goaround", features = ["rmcp"] }
+//! rmcp = { version = "3.11", default-features = false, features = ["client"] }
+//! ```
+//!
+//! A server that ends in its handshake fails the calls that waited for it as not done. Why, and what a child wrote
+//! before, is in the [`InitializeError`], by [`CallError::get_ref`](crate::CallError::get_ref), and not in the text.
 //!
 //! # What the end of a call says
 //!

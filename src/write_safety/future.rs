@@ -271,10 +271,11 @@ where
                 let result = ready!(attempt.poll(cx));
                 let result = match (result, reporter) {
                     (Ok(response), _) => Ok(response),
-                    (Err(error), None) => Err(error.judged_by(*basis)),
+                    (Err(error), None) => Err(error.with_id(Some(*call)).judged_by(*basis)),
                     (Err(error), Some(events)) => {
-                        let error = error.of_call("", *effect).judged_by(*basis).with_attempt(None);
-                        events.failed(Some(*call), *basis, &error);
+                        let error = error.with_id(Some(*call)).of_call("", *effect).judged_by(*basis);
+                        let error = error.with_attempt(None);
+                        events.failed(*basis, &error);
                         Err(error)
                     }
                 };
@@ -1094,7 +1095,7 @@ where
                 Ok(response)
             }
             Err(error) => {
-                let error = error.judged_by(self.parts.basis);
+                let error = error.with_id(Some(self.parts.call)).judged_by(self.parts.basis);
                 let mut error = error.after_attempts(mem::take(&mut self.attempts));
                 if error.delivery() != Delivery::Answered {
                     unsettle(error.attempts_mut(), |fence| !fence.stops_the_attempt());
@@ -1148,7 +1149,7 @@ where
                 self.parts.events.emit(Event::Call(&self.call_report(attempts, None)));
             }
             Err(error) if self.parts.outermost => {
-                self.parts.events.failed(Some(self.parts.call), self.parts.basis, error);
+                self.parts.events.failed(self.parts.basis, error);
             }
             Ok(_) | Err(_) => {}
         }

@@ -304,7 +304,7 @@ where
         let call = context.identify(&mut self.ids);
         let basis = context.basis();
         if let Some(what) = self.config.wrong {
-            let error = CallError::refused(Refusal::Config(what)).of_call(request.method(), effect);
+            let error = CallError::refused(Refusal::Config(what)).of_request(&request, effect);
             return ResponseFuture::refused(error);
         }
         if !effect.is_write() || context.is_guarded() {
@@ -392,7 +392,7 @@ where
 
     /// Whether a write with that conflict key may be handed over.
     fn admit(&self, request: &Req, effect: Effect, id: EntryId, key: String) -> Result<Box<Hold>, CallError> {
-        let refuse = |error| refused(error).of_call(request.method(), effect).with_attempt(None);
+        let refuse = |error| refused(error).of_request(request, effect).with_attempt(None);
         let hold = self.shared.conflicts.enter(key.into(), id);
         let hold = hold.map_err(|(id, method)| refuse(LedgerError::KeyInDoubt { id, method }))?;
         // In that order: a doubt that ends its call is in the ledger before its hold goes.

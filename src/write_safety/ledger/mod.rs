@@ -261,7 +261,7 @@ impl EntryId {
         self.owner
     }
 
-    /// The call, as that run's events and errors name it.
+    /// The call, as that run's events and [errors](crate::CallError::call) name it.
     pub const fn call(self) -> CallId {
         self.call
     }
