@@ -16,6 +16,7 @@ use goaround::{
     sdk::{self, Client, Connector, Request},
 };
 use rmcp::model::{CallToolRequestParams, CallToolResult, ContentBlock, ServerResult};
+use serde_json::json;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
 /// One type, whatever the server is behind.
@@ -34,7 +35,10 @@ fn connect(mut server: impl Iterator<Item = String>) -> Result<Client, BoxError>
     let check = checks::read_back("write_file")
         .by_tool("read_text_file")
         .argument("/path", "/path")
-        .same("/content/0/text", "/content");
+        .same("/content/0/text", "/content")
+        .landed_with(|_written, _found| {
+            json!({ "content": [{ "type": "text", "text": "done: the reply was lost, and the file is as it was to be" }] })
+        });
     Ok(Stack::builder(connector.tools(rules))
         .deadline(Duration::from_secs(120))
         .writes(WriteSafetyLayer::new(sdk::check(check)))

@@ -13,7 +13,7 @@ use rmcp::{
 };
 
 use super::{exchange::Exchange, retry_after::retry_after, transport::TransportError};
-use crate::{CallError, Cause, Closure, Delivery, Evidence, Outcome, Scope, ServerError};
+use crate::{CallError, Cause, Closure, Delivery, Evidence, Scope, ServerError};
 
 /// What the transport saw of a call that did not end with the server's answer.
 pub(super) enum Sight {
@@ -310,20 +310,18 @@ pub(super) fn of_status(status: u16, wait: Option<Duration>) -> Sight {
     Sight::Evidence(evidence, wait, Some(status))
 }
 
-/// Keeps signatures that have the SDK's error: an answer is what it is there, and everything else is a
+/// Keeps signatures that have the SDK's error: an answer is what it is there, unless an earlier attempt
+/// [may have landed](CallError::may_have_landed). That and everything else is a
 /// [`TransportSend`](ServiceError::TransportSend) with the `CallError` inside. The SDK's text comes first there
 /// ("Transport send error: …"); what is known follows it, and begins the text of the `CallError`.
 impl From<CallError> for ServiceError {
     fn from(error: CallError) -> Self {
         // What is known of the rest must survive: the SDK's own errors cannot say it.
-        let error = match error.outcome() {
-            Outcome::Answered => match error.downcast::<ServiceError>() {
-                Ok(own) => return own,
-                Err(error) => error,
-            },
-            _ => error,
+        let error = match error.into_answer::<ServiceError>() {
+            Ok(own) => return own,
+            Err(error) => error,
         };
-        if let Some(answer) = error.answer() {
+        if let Some(answer) = error.answer().filter(|_| !error.may_have_landed()) {
             let code = i32::try_from(answer.code).unwrap_or(ErrorCode::INTERNAL_ERROR.0);
             return ServiceError::McpError(ErrorData::new(
                 ErrorCode(code),
@@ -336,5 +334,25 @@ impl From<CallError> for ServiceError {
             std::any::TypeId::of::<CallError>(),
             Box::new(error),
         ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attempt, Effect};
+
+    #[test]
+    fn an_answer_that_an_earlier_attempt_may_be_the_reason_of_keeps_that_in_the_sdks_error() {
+        let own = || CallError::server(ServerError::new(-32000, "exists"));
+        let sdks = || CallError::answered(ServiceError::UnexpectedResponse);
+        let of_write = |error: CallError| error.of_call("tools/call", Effect::Write).with_attempt(None);
+        assert!(matches!(of_write(own()).into(), ServiceError::McpError(_)));
+        assert!(matches!(of_write(sdks()).into(), ServiceError::UnexpectedResponse));
+        for error in [own(), sdks()] {
+            let error = of_write(error).after_attempts(vec![Attempt::unanswered("closed")]);
+            let ServiceError::TransportSend(error) = ServiceError::from(error) else { panic!() };
+            assert!(error.error.downcast::<CallError>().unwrap().may_have_landed());
+        }
     }
 }

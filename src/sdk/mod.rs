@@ -61,7 +61,7 @@
 //! URL.
 //!
 //! Where signatures have the SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error as
-//! it is, and everything else inside a `ServiceError::TransportSend`. The SDK puts "Transport send error: …" before its
+//! it is, unless an earlier attempt may have landed, and everything else inside a `ServiceError::TransportSend`. The SDK puts "Transport send error: …" before its
 //! text; what is known follows that, and begins the text of the `CallError` inside. For a model use [`tool_result`].
 //!
 //! # Versions
