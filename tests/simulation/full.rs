@@ -238,11 +238,13 @@ async fn start(world: &World) -> Result<(Client, Process), BoxError> {
 }
 
 async fn start_with(world: &World, builder: Builder) -> Result<(Client, Process), BoxError> {
-    connect(world).await?;
-    let process = world.start_process();
+    let process = connect(world).await?;
     let pipe = Arc::new(Pipe { process: process.clone(), state: Mutex::default() });
     let hook = Arc::clone(&pipe);
     process.on_close(move || hook.end());
+    if !process.is_open() {
+        pipe.end();
+    }
     let plan = world.plan();
     let mut builder = builder.max_line(MAX_LINE);
     if !plan.leaks || plan.lies.exact_writes {
