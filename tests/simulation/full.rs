@@ -495,7 +495,7 @@ impl Pipe {
         let key = line.split_once("\"key\":\"").and_then(|(_, key)| Some(key.split_once('"')?.0.to_owned()));
         tokio::spawn(async move {
             let reply = pipe.process.put(token, key, first, &cancelled).await;
-            if cancelled.load(Ordering::Relaxed) {
+            if cancelled.load(Ordering::Relaxed) && pipe.world().effects(token) > 0 {
                 pipe.world().cover(Branch::CancelledAfter);
             }
             pipe.answer(id, reply, token);

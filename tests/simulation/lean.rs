@@ -323,7 +323,7 @@ async fn wire(
     }
     let first = process.arrives(token, None);
     let said = process.put(token, None, first, &cancelled).await;
-    if cancelled.load(Ordering::Relaxed) {
+    if cancelled.load(Ordering::Relaxed) && world.effects(token) > 0 {
         world.cover(Branch::CancelledAfter);
     }
     if !process.is_open() || process.is_silent() || said == Reply::Silence {
