@@ -52,6 +52,8 @@ mod switches {
         FenceFirst,
         /// A probe counts only on a connection that is younger than the process's end.
         ProbeAge,
+        /// A connection is as old as the beginning of its connect.
+        ConnectAge,
         /// A process is gone with all of its group.
         Group,
         /// While bytes are unwritten no declared fence holds.

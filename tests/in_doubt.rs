@@ -634,6 +634,12 @@ async fn an_idempotent_write_is_replayed_once_without_a_check_if_that_is_declare
     assert_eq!(service(&lab, layer.clone().attempt_timeout(SECOND)).oneshot(idempotent()).await.unwrap(), 2);
     assert_eq!(lab.log.timed(), ["0 write", "3000 write"]);
 
+    // Not one whose call ended alone while bytes of it are still to be sent.
+    let lab = Lab::new();
+    lab.write(marked(3 * SECOND, SECOND, Err(CallError::ambiguous("reset")))).write(answer(2));
+    let error = service(&lab, layer.clone()).oneshot(idempotent()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+
     // Not over another write.
     let lab = Lab::new();
     lab.write(hang()).write(answer(2));

@@ -339,6 +339,24 @@ async fn a_probe_on_a_connection_that_is_older_than_the_process_end_proves_nothi
     assert_eq!(error.outcome(), Outcome::Unknown);
     assert_eq!(notes(&error), "a probe ran on a connection that is older than the fence");
 
+    // Its age counts from the beginning of its connect, since what the new server saw may be as old as that: here the
+    // old process ends just after it began, and just before it is done.
+    for gone_at in [11_001, 15_999] {
+        let lab = Lab::new();
+        lab.connect(Connect::Ok).connect(Connect::After(5 * SECOND));
+        lab.write(fail(exits(Duration::from_millis(gone_at), true).exit_ends_effects()));
+        let stack = self::stack(&lab, probes(&lab, |doubt| doubt.not_landed()));
+        let other = stack.clone();
+        let (error, read) = tokio::join!(stack.send(write()), async {
+            sleep(SECOND).await;
+            other.send(read()).await
+        });
+        read.unwrap();
+        let error = error.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1), "{gone_at}");
+        assert_eq!(notes(&error), "a probe ran on a connection that is older than the fence");
+    }
+
     // And so does one on a connection of which nobody knows how old it is.
     let lab = Lab::new();
     lab.write(fail(exits(SECOND, true).exit_ends_effects()));
@@ -897,6 +915,39 @@ async fn what_is_held_up_above_the_connection_is_not_sent_after_its_time() {
             sleep(2_000 * SECOND).await;
             assert_eq!(begun.load(Ordering::Relaxed), 1, "{:?}", lab.log.timed());
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_task_below_holds_up_is_not_sent_once_its_call_is_over() {
+    // By its deadline, or since its caller went away; the attempt has no time of its own.
+    for leaves in [false, true] {
+        let lab = Lab::new();
+        let begun = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&begun);
+        lab.write(Box::new(move |request: Req| {
+            count.fetch_add(u32::from(request.context().activity().unwrap().adopt()), Ordering::Relaxed);
+            Box::pin(ready(Ok(1)))
+        }));
+        let connection = lab.connection();
+        let below = service_fn(move |request: Req| {
+            let answer: Answer = Box::pin(connection.clone().oneshot(request));
+            let held_up = tokio::spawn(async move {
+                sleep(20 * SECOND).await;
+                answer.await
+            });
+            async move { held_up.await.unwrap() }
+        });
+        let layer = ServiceBuilder::new().layer(DeadlineLayer::new(15 * SECOND).on_event(lab.events.sink()));
+        let service = layer.layer(WriteSafetyLayer::refuse()).service(below);
+        let patience = if leaves { 10 } else { 60 } * SECOND;
+        match tokio::time::timeout(patience, service.oneshot(write())).await {
+            Ok(told) => assert_eq!((told.unwrap_err().outcome(), leaves), (Outcome::Unknown, false)),
+            Err(_) => assert_eq!((lab.events.abandoned(), leaves), (1, true)),
+        }
+        sleep(20 * SECOND).await;
+        // It came to the connection, which did not begin it.
+        assert_eq!((lab.writes(), begun.load(Ordering::Relaxed)), (1, 0), "leaves: {leaves}");
     }
 }
 

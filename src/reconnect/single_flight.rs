@@ -363,7 +363,7 @@ where
                 let lost = state.lost.take();
                 let generation = Arc::new(Generation::new(
                     state.made,
-                    began,
+                    if off!(ConnectAge) { Instant::now() } else { began },
                     lost.map(|lost| lost.at),
                     known,
                     self.events.clone(),

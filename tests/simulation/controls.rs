@@ -180,6 +180,15 @@ pub const GUARDS: &[Control] = {
             Favours::Overlap,
             guard("a probe older than the fence", Kind::Full, Guard::ProbeAge, &["duplicates"]),
         ),
+        in_worlds_with(
+            Favours::Overlap,
+            guard(
+                "a connection as old as the end of its connect",
+                Kind::Full,
+                Guard::ConnectAge,
+                &["duplicates"],
+            ),
+        ),
         guard("a process gone without its group", Kind::Full, Guard::Group, &["duplicates"]),
         guard("a fence over unwritten bytes", Kind::Full, Guard::Unsent, &["duplicates"]),
         guard("other writes since ignored", Kind::Full, Guard::OtherWrites, &["overwritten"]),

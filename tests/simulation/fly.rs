@@ -1,7 +1,9 @@
 //! One seed: a stack, its callers and their world.
 
 use std::{
+    cell::RefCell,
     future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind},
     pin::pin,
     sync::Arc,
     task::{Context, Poll},
@@ -65,8 +67,18 @@ pub struct Flown {
 
 /// Until nothing can land any more.
 const LAST_ZOMBIE: u64 = 60_000;
+/// What is said of a write whose key the server may have forgotten.
+const KEY_IS_OVER: &str = "the time is over for which the server keeps the key";
 /// What no call takes.
 const FOR_EVER: u64 = 3_600_000;
+
+thread_local!(static PANIC: RefCell<Option<String>> = const { RefCell::new(None) });
+
+/// Keeps what panicked on this thread first, for its seed: also in a task that nobody waits for. Checks that panic on
+/// purpose do so without the hook.
+pub fn panicked(panic: &PanicHookInfo<'_>) {
+    PANIC.with_borrow_mut(|kept| _ = kept.get_or_insert_with(|| panic.to_string()));
+}
 
 pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     // The jitter's draws, too.
@@ -76,22 +88,27 @@ pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     let world = runtime.block_on(async { World::new(seed, lies, H::SORT, record) });
     let mut rng = Rng::with_seed(seed ^ 0x5eed);
     let ends_early = (rng.u32(0..100) < 6).then(|| ms(rng.u64(100..20_000)));
-    runtime.block_on(async {
-        let flight = fly::<H>(&world, rng);
-        let Some(after) = ends_early else { return flight.await };
-        if timeout(after, flight).await.is_err() {
-            world.cover(Branch::RuntimeShutdown);
+    let flown = catch_unwind(AssertUnwindSafe(|| {
+        runtime.block_on(async {
+            let flight = fly::<H>(&world, rng);
+            let Some(after) = ends_early else { return flight.await };
+            if timeout(after, flight).await.is_err() {
+                world.cover(Branch::RuntimeShutdown);
+            }
+        });
+        drop(runtime);
+        judge(&world);
+        world.clear();
+        let wakers = world.kept_wakers();
+        if wakers > 0 {
+            world.wrong(Wrong::Leak(format!("{wakers} wakers")));
         }
-    });
-    drop(runtime);
-    judge(&world);
-    world.clear();
-    let wakers = world.kept_wakers();
-    if wakers > 0 {
-        world.wrong(Wrong::Leak(format!("{wakers} wakers")));
-    }
-    if world.holders() > 1 {
-        world.wrong(Wrong::Leak(format!("{} hold the world", world.holders() - 1)));
+        if world.holders() > 1 {
+            world.wrong(Wrong::Leak(format!("{} hold the world", world.holders() - 1)));
+        }
+    }));
+    if let Some(panic) = PANIC.take().or_else(|| flown.err().map(|_| "without a word".to_owned())) {
+        world.wrong(Wrong::Panicked(panic));
     }
     let history = world.history();
     let state = world.lock();
@@ -238,7 +255,7 @@ fn heed(world: &World, event: Event<'_>) {
     if let Event::InDoubt(r) = event
         && let Some(reason) = &r.reason
     {
-        let over = reason.contains("the time is over for which the server keeps the key");
+        let over = reason.contains(KEY_IS_OVER);
         state.covered |= u64::from(over) << Branch::WindowPassed as u64;
     }
     if let Event::InDoubt(r) = event
@@ -571,8 +588,10 @@ async fn canary<H: Harness>(world: &World, stack: &Stacked<H>) {
     // And a doubt is settled.
     world.lock().loses = Some(CANARIES + 1);
     let sent = stack.send(H::put(CANARIES + 1, Effect::Write).within(ms(30_000))).await;
+    // Unless its key's time ends between the decision to replay it and the replay.
+    let is_over = |error: &CallError| error.notes().any(|note| note.contains(KEY_IS_OVER));
     if let Err(error) = sent
-        && (error.outcome() != Outcome::DoneResultLost && !world.plan().refuses)
+        && (error.outcome() != Outcome::DoneResultLost && !world.plan().refuses && !is_over(&error))
     {
         world.wrong(Wrong::Latched(error.to_string()));
     }

@@ -238,11 +238,13 @@ async fn start(world: &World) -> Result<(Client, Process), BoxError> {
 }
 
 async fn start_with(world: &World, builder: Builder) -> Result<(Client, Process), BoxError> {
-    connect(world).await?;
-    let process = world.start_process();
+    let process = connect(world).await?;
     let pipe = Arc::new(Pipe { process: process.clone(), state: Mutex::default() });
     let hook = Arc::clone(&pipe);
     process.on_close(move || hook.end());
+    if !process.is_open() {
+        pipe.end();
+    }
     let plan = world.plan();
     let mut builder = builder.max_line(MAX_LINE);
     if !plan.leaks || plan.lies.exact_writes {
@@ -493,7 +495,7 @@ impl Pipe {
         let key = line.split_once("\"key\":\"").and_then(|(_, key)| Some(key.split_once('"')?.0.to_owned()));
         tokio::spawn(async move {
             let reply = pipe.process.put(token, key, first, &cancelled).await;
-            if cancelled.load(Ordering::Relaxed) {
+            if cancelled.load(Ordering::Relaxed) && pipe.world().effects(token) > 0 {
                 pipe.world().cover(Branch::CancelledAfter);
             }
             pipe.answer(id, reply, token);

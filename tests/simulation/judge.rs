@@ -43,6 +43,8 @@ pub enum Wrong {
     Leak(String),
     /// It does not work any more, though everything is well again.
     Latched(String),
+    /// Something of the crate panicked, in a call or in a task that nobody waits for.
+    Panicked(String),
 }
 
 impl Wrong {
@@ -62,6 +64,7 @@ impl Wrong {
             Wrong::Budget { .. } => "budget",
             Wrong::Leak(_) => "leaks",
             Wrong::Latched(_) => "latched",
+            Wrong::Panicked(_) => "panics",
         }
     }
 }

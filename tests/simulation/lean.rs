@@ -78,16 +78,15 @@ impl Service<()> for Connector {
 
     fn call(&mut self, (): ()) -> Self::Future {
         let world = self.0.clone();
-        Box::pin(async move {
-            connect(&world).await?;
-            Ok(Connection(world.start_process()))
-        })
+        Box::pin(async move { Ok(Connection(connect(&world).await?)) })
     }
 }
 
-/// What comes before a connection is there.
-pub async fn connect(world: &World) -> Result<(), BoxError> {
+/// What comes before a connection is there, and its process. Some are there from the beginning, and say it only then:
+/// what they saw when they started is as old as the connect.
+pub async fn connect(world: &World) -> Result<Process, BoxError> {
     let _connecting = world.connecting();
+    let early = world.chance(30).then(|| Starting(Some(world.start_process())));
     let most = match world.plan().favours {
         Favours::SlowConnects => 15_000,
         Favours::Windows => 6_000,
@@ -103,7 +102,21 @@ pub async fn connect(world: &World) -> Result<(), BoxError> {
         note!(world, "the connect fails");
         return Err("refused".into());
     }
-    Ok(())
+    let started = early.and_then(|mut starting| starting.0.take());
+    Ok(started.unwrap_or_else(|| world.start_process()))
+}
+
+/// A process whose connect is under way, and that ends with it.
+struct Starting(Option<Process>);
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        if let Some(process) = self.0.take()
+            && tokio::runtime::Handle::try_current().is_ok()
+        {
+            process.close();
+        }
+    }
 }
 
 /// The error of a closure, with what is known of the process.
@@ -310,7 +323,7 @@ async fn wire(
     }
     let first = process.arrives(token, None);
     let said = process.put(token, None, first, &cancelled).await;
-    if cancelled.load(Ordering::Relaxed) {
+    if cancelled.load(Ordering::Relaxed) && world.effects(token) > 0 {
         world.cover(Branch::CancelledAfter);
     }
     if !process.is_open() || process.is_silent() || said == Reply::Silence {

@@ -256,6 +256,13 @@ fn seed_of(text: &str) -> Option<(Kind, u64)> {
 }
 
 fn main() -> ExitCode {
+    let shown = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        fly::panicked(panic);
+        if thread::current().name() == Some("main") {
+            shown(panic);
+        }
+    }));
     if let Ok(seed) = std::env::var("GOAROUND_SEED") {
         let both = || Some(Kind::ALL.map(|kind| (kind, seed.trim().parse().ok())).to_vec());
         let seeds = seed_of(&seed).map(|(kind, seed)| vec![(kind, Some(seed))]).or_else(both);

@@ -6,7 +6,7 @@ use std::{
     fmt::Write as _,
     future::poll_fn,
     sync::{
-        Arc, Mutex, MutexGuard, Weak,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
@@ -499,7 +499,8 @@ impl World {
     }
 
     pub fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap()
+        // What panicked is reported with what was seen until then.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn plan(&self) -> &Plan {
