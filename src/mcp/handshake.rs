@@ -26,11 +26,14 @@ const DISCOVER: &str = "server/discover";
 const INITIALIZE: &str = "initialize";
 
 /// Why an MCP handshake failed.
+///
+/// The server's own words are in the fields and not in the text, since that stands in the errors of all calls that
+/// wait for the connection, and a server that refuses a key may repeat it.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
     /// The server answered with an error.
-    #[error("the server refused `{method}`: {error}")]
+    #[error("the server refused `{method}` (code {})", error.code)]
     #[non_exhaustive]
     Refused {
         /// What it answered: `initialize`, or `server/discover` where the era is pinned.
@@ -39,8 +42,8 @@ pub enum HandshakeError {
         error: ServerError,
     },
     /// The server speaks no version that is known here, or none of the era that was asked for; those that it
-    /// speaks.
-    #[error("no common protocol version: the server speaks {0:?}")]
+    /// speaks. In the text are those that look like versions of the protocol, and `?` for each other one.
+    #[error("no common protocol version: the server speaks {:?}", dates(.0))]
     Version(Vec<String>),
     /// The answer is not what the protocol says.
     #[error("the server's answer to `{method}` is malformed: {what}")]
@@ -79,6 +82,18 @@ fn ending(exit: Option<&ExitStatus>, stderr: &[String]) -> String {
         (None, Some(words)) => format!(" ({words})"),
         (None, None) => String::new(),
     }
+}
+
+/// The versions that are dates, as those of the protocol are; what else a server says may be anything.
+fn dates(versions: &[String]) -> Vec<&str> {
+    let is_date = |version: &str| {
+        let fits = |(at, byte): (usize, u8)| match at {
+            4 | 7 => byte == b'-',
+            _ => byte.is_ascii_digit(),
+        };
+        version.len() == 10 && version.bytes().enumerate().all(fits)
+    };
+    versions.iter().map(|version| if is_date(version) { version.as_str() } else { "?" }).collect()
 }
 
 impl fmt::Debug for HandshakeError {

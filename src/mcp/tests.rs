@@ -18,7 +18,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use tower::{Layer, ServiceBuilder, ServiceExt};
+use tower::{Layer, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
 
 use super::{
     connection::{Open, connect},
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     Basis, Call, CallError, Cause, DeadlineLayer, Delivery, Effect, Outcome, ReconnectLayer, Refusal,
-    RetryReadOnly, ServerError,
+    RetryReadOnly, ServerError, Stack,
     connection::{self as own, BoxFuture},
     jsonrpc::{Builder, Client, Notification, Response, ServerRequest},
     stdio::Opened,
@@ -305,7 +305,7 @@ async fn a_pinned_era_is_the_only_one() {
     let initialize = server.asked("initialize").await;
     server.refuse(&initialize, -32022, json!({ "supported": ["2026-07-28"] })).await;
     let error = failed(connecting).await;
-    assert_eq!(error.to_string(), "the server refused `initialize`: no (code -32022)");
+    assert_eq!(error.to_string(), "the server refused `initialize` (code -32022)");
 
     let mut lab = Lab::of(Era::Discover);
     let connecting = lab.connect();
@@ -315,7 +315,7 @@ async fn a_pinned_era_is_the_only_one() {
     sleep(Duration::from_secs(50)).await;
     server.refuse(&discover, -32601, Value::Null).await;
     let error = failed(connecting).await;
-    assert_eq!(error.to_string(), "the server refused `server/discover`: no (code -32601)");
+    assert_eq!(error.to_string(), "the server refused `server/discover` (code -32601)");
     assert!(lab.servers.try_recv().is_err());
 }
 
@@ -502,7 +502,7 @@ async fn what_is_no_handshake_is_an_error_that_says_so() {
         (json!({ "result": { "protocolVersion": "2026-07-28" } }), r#"speaks ["2026-07-28"]"#),
         (json!({ "result": {} }), "`initialize` is malformed"),
         (json!({ "result": [] }), "`initialize` is malformed"),
-        (refused, "the server refused `initialize`: no (code -32602)"),
+        (refused, "the server refused `initialize` (code -32602)"),
     ] {
         let mut lab = Lab::of(Era::Initialize);
         let connecting = lab.connect();
@@ -513,6 +513,46 @@ async fn what_is_no_handshake_is_an_error_that_says_so() {
         server.write(message).await;
         let error = failed(connecting).await.to_string();
         assert!(error.contains(text), "{error}");
+    }
+}
+
+/// What a server says when it refuses a handshake may hold the key that it refuses.
+#[tokio::test(start_paused = true)]
+async fn nothing_that_a_server_says_in_the_handshake_is_in_the_text_of_a_calls_error() {
+    let refused = json!({ "code": -32000, "message": "invalid key hunter2", "data": { "key": "hunter2" } });
+    for (era, answer, text) in [
+        (Era::Initialize, json!({ "error": refused }), "the server refused `initialize` (code -32000)"),
+        (Era::Discover, json!({ "error": refused }), "the server refused `server/discover` (code -32000)"),
+        (Era::Initialize, json!({ "result": { "protocolVersion": "hunter2" } }), r#"speaks ["?"]"#),
+        (
+            Era::Discover,
+            json!({ "result": { "supportedVersions": ["2031-01-01", "hunter2", "2031-hunt2"] } }),
+            r#"speaks ["2031-01-01", "?", "?"]"#,
+        ),
+    ] {
+        let mut lab = Lab::of(era);
+        let (tell, settings, memory) =
+            (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+        let connector = service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
+        let stack =
+            Stack::builder(BoxCloneService::new(connector)).deadline(Duration::from_secs(60)).build();
+        let call = tokio::spawn(stack.unwrap().send(tool("pay")));
+        let mut server = lab.server().await;
+        let asked = server.read().await.unwrap();
+        let mut message = json!({ "jsonrpc": "2.0", "id": asked["id"] });
+        message.as_object_mut().unwrap().extend(answer.as_object().unwrap().clone());
+        server.write(message).await;
+
+        let error = call.await.unwrap().unwrap_err();
+        assert!(matches!(error.cause(), Cause::ConnectFailed(_)), "{error}");
+        assert!(error.to_string().contains(text), "{error}");
+        let mut texts = format!("{error} {error:?}");
+        let mut source = std::error::Error::source(&error);
+        while let Some(inner) = source {
+            texts += &format!(" {inner} {inner:?}");
+            source = inner.source();
+        }
+        assert!(!texts.contains("hunt"), "{texts}");
     }
 }
 

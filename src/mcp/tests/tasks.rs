@@ -1,13 +1,11 @@
 //! Tools whose calls become tasks, in both eras: whole stacks over scripted servers.
 
-use tower::{service_fn, util::BoxCloneService};
-
 use super::{
     ProtocolVersion::{V2025_11_25, V2026_07_28},
     *,
 };
 use crate::{
-    Deadline, Event, Outcome, Stack,
+    Deadline, Event,
     mcp::tasks::{self, Reason, Started, Status, Task, Unfinished},
 };
 
