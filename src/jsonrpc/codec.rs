@@ -112,9 +112,12 @@ fn filled(mut line: BytesMut) -> Option<Piece> {
 /// Finds the top-level `id` of answers in JSON that flows by, in bounded memory: servers may put it last.
 ///
 /// An answer has a `result` or an `error` and no `method`. A key that is written with escapes is not seen,
-/// which can only lose an answer, never make one: both keys are needed.
+/// which can only lose an answer, never make one: both keys are needed. As in a short line, what is in no JSON is
+/// no answer: a line that begins or goes on with anything else, such as one of a log, is one to its end.
 #[derive(Debug, Default)]
 struct Scanner {
+    /// It is no JSON: nothing in the rest of it is looked at.
+    alien: bool,
     depth: usize,
     /// Depth of an answer's keys: 1, or 2 within a batch; 0 before the first bracket.
     base: usize,
@@ -125,6 +128,8 @@ struct Scanner {
     /// The token under way at that depth, cut off where it is too long for any that we look for.
     token: Token,
     key: Option<Key>,
+    /// Between the elements of a batch: whether one may begin.
+    element_next: bool,
     id: Id,
     answers: bool,
     asks: bool,
@@ -186,6 +191,9 @@ impl Scanner {
     fn read(&mut self, bytes: &[u8]) -> (usize, Option<u64>) {
         let mut at = 0;
         while at < bytes.len() {
+            if self.alien {
+                return (bytes.len(), None);
+            }
             if self.in_string && self.depth != self.base && !self.escaped {
                 // Most of a large answer is the inside of strings.
                 match memchr::memchr2(b'"', b'\\', &bytes[at..]) {
@@ -208,6 +216,10 @@ impl Scanner {
 
     fn step(&mut self, byte: u8) {
         let here = self.depth == self.base && self.base > 0;
+        if !self.in_string && self.depth < self.base.max(1) && !self.step_outside(byte) {
+            self.alien = true;
+            return;
+        }
         if self.in_string {
             if here {
                 self.token.push(byte);
@@ -255,15 +267,47 @@ impl Scanner {
         }
     }
 
+    /// Whether the byte, which is in no message, may stand there in JSON.
+    fn step_outside(&mut self, byte: u8) -> bool {
+        match (self.depth, byte) {
+            (_, b' ' | b'\t' | b'\r' | b'\n') => true,
+            // Before the first bracket, and after the last one.
+            (0, b'{' | b'[') => self.base == 0,
+            (0, _) => false,
+            // Between the elements of a batch. Those that are no objects are of no use, but leave it one.
+            (_, b',') => !std::mem::replace(&mut self.element_next, true) && self.ends_scalar(),
+            (_, b']') => self.ends_scalar(),
+            (_, b'{' | b'[' | b'"') => std::mem::take(&mut self.element_next),
+            (_, b'0'..=b'9' | b'a'..=b'z' | b'E' | b'+' | b'-' | b'.') => {
+                self.token.push(byte);
+                std::mem::take(&mut self.element_next) || self.token.len > 1
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the element that ends is a number or a literal, or was none of these.
+    fn ends_scalar(&mut self) -> bool {
+        let is_long_number = self.token.len > self.token.bytes.len();
+        match self.token.take() {
+            Some([] | b"true" | b"false" | b"null" | [b'0'..=b'9' | b'-', ..]) => true,
+            Some(_) => false,
+            None => is_long_number && matches!(self.token.bytes[0], b'0'..=b'9' | b'-'),
+        }
+    }
+
     fn open(&mut self, byte: u8) {
         if self.base == 0 {
             self.base = if byte == b'{' { 1 } else { 2 };
+            self.element_next = true;
         } else if self.depth == self.base && self.key == Some(Key::Id) {
             self.id = Id::Foreign;
         }
         self.depth = self.depth.saturating_add(1);
-        if self.depth == self.base && byte == b'{' {
-            (self.id, self.answers, self.asks) = (Id::None, false, false);
+        if self.depth == self.base {
+            // An element that is an array is no message, whatever it holds.
+            self.id = if byte == b'{' { Id::None } else { Id::Foreign };
+            (self.answers, self.asks) = (false, false);
             (self.key, self.key_next) = (None, true);
             self.token.len = 0;
         }
@@ -384,10 +428,48 @@ mod tests {
             format!(r#"{{"a":{{"id":7,"result":"{pad}"}}}}"#),
             format!(r#"["id",7,"result",{{"x":"{pad}"}}]"#),
             format!(r#"]]]}}}}{pad}"id":7"result":"#),
+            format!(r#"[{{"id":7}},["{pad}","result",1]]"#),
         ] {
             for chunk in [1, 7, 1000] {
                 let found = decode(20, chunk, format!("{text}\nab\n").as_bytes());
                 assert_eq!(found, [Piece::TooLong, line("ab")], "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_line_that_is_no_json_holds_no_answer() {
+        let answer = format!(r#"{{"id":7,"result":"{}"}}"#, "x".repeat(50));
+        for text in [
+            format!("DEBUG about to answer {answer} to m"),
+            format!("\u{feff}{answer}"),
+            format!("\"{answer}"),
+            format!("7{answer}"),
+            format!("}}{answer}"),
+            format!("{{}} {answer}"),
+            format!(r#"{{"a":"b"}}{answer}"#),
+            format!("[INFO] {answer}"),
+            format!("[INFO] [{answer}]"),
+            format!("[INFO {answer}]"),
+            format!("[info, {answer}]"),
+            format!("[12:00:01, {answer}]"),
+            format!("[1 {answer}]"),
+            format!("[,{answer}]"),
+            format!("[{{}}{answer}]"),
+            format!("[{{}},,{answer}]"),
+            format!("[] {answer}"),
+        ] {
+            for chunk in [1, 7, 1000] {
+                let found = decode(20, chunk, format!("{text}\nab\n").as_bytes());
+                assert_eq!(found, [Piece::TooLong, line("ab")], "{text}");
+            }
+        }
+        // What is JSON is read whatever stands between.
+        for text in [format!(" \t{answer}"), format!(r#"[ 1.5e+3, true,"a]",null, [{{}}] ,{{}} , {answer}]"#)]
+        {
+            for chunk in [1, 7, 1000] {
+                let found = decode(20, chunk, format!("{text}\nab\n").as_bytes());
+                assert_eq!(found, [Piece::TooLongAnswer(7), line("ab")], "{text}");
             }
         }
     }
