@@ -662,7 +662,8 @@ impl Activity {
         self.lock().withdrawn = true;
     }
 
-    /// Marks that the transport accepted the request's last byte.
+    /// Marks that the transport accepted the request's last byte and sent it on. One that lies in a buffer of this
+    /// process is not sent: whoever writes through one marks after a flush.
     pub fn sent(&self) {
         let waker = {
             let mut state = self.lock();
@@ -694,7 +695,7 @@ impl Activity {
         self.lock().withdrawn
     }
 
-    /// When the last byte was accepted: `Err` while a marking connection still has bytes to send, `Ok(None)`
+    /// When the last byte was sent: `Err` while a marking connection still has bytes to send, `Ok(None)`
     /// for one that marks nothing. Registers for a wake-up while it is `Err`.
     pub(crate) fn poll_sent(&self, cx: &mut Context<'_>) -> Result<Option<Instant>, StillSending> {
         let mut state = self.lock();

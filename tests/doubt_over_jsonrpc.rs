@@ -11,8 +11,8 @@ use goaround::{
     jsonrpc::{Client, Request, Response},
 };
 use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, DuplexStream},
-    time::{Instant, sleep},
+    io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, BufStream, DuplexStream},
+    time::{Instant, sleep, timeout},
 };
 use tower::{ServiceBuilder, ServiceExt};
 
@@ -37,17 +37,20 @@ impl Log {
 /// A client over a pipe that holds so many bytes, and the server's end of it.
 fn connect(bytes: usize, layer: Safety, log: &Log) -> (Stack, BufReader<DuplexStream>) {
     let (ours, theirs) = tokio::io::duplex(bytes);
+    (over(ours, layer, log), BufReader::new(theirs))
+}
+
+fn over(io: impl AsyncRead + AsyncWrite + Send + 'static, layer: Safety, log: &Log) -> Stack {
     let log = log.clone();
     let sink = move |event: Event<'_>| {
         let event = serde_json::to_value(event).unwrap();
         let violated = if event["violated"].is_null() { "" } else { ", fence violated" };
         log.note(format!("{}{violated}", event["event"].as_str().unwrap()));
     };
-    let service = ServiceBuilder::new()
+    ServiceBuilder::new()
         .layer(DeadlineLayer::new(60 * SECOND).on_event(sink))
         .layer(layer)
-        .service(Client::new(ours));
-    (service, BufReader::new(theirs))
+        .service(Client::new(io))
 }
 
 fn checks(log: &Log) -> Safety {
@@ -146,6 +149,29 @@ async fn behind_a_stalled_pipe_the_half_written_is_not_replayed_and_the_queued_i
         reply(&mut server, &replay["id"]).await;
         assert_eq!(half.await.unwrap().unwrap().raw().get(), replay["id"].to_string());
     }
+}
+
+/// The bytes wait in a buffer of our own process, in front of a pipe that is full. The server does its work the moment
+/// that it has read a request.
+#[tokio::test(start_paused = true)]
+async fn a_quarantine_does_not_count_while_a_request_lies_in_the_transports_own_buffer() {
+    let (log, (ours, theirs)) = (Log::default(), tokio::io::duplex(16));
+    let layer = checks(&log).attempt_timeout(SECOND).quarantine(5 * SECOND);
+    let (service, mut server) = (over(BufStream::new(ours), layer, &log), BufReader::new(theirs));
+    let call = tokio::spawn(service.oneshot(pay(1)));
+    // It is held up, and so says the check, which is the truth: there is no effect yet.
+    sleep(20 * SECOND).await;
+    let (mut effects, mut text) = (0, String::new());
+    while let Ok(Ok(1..)) = timeout(10 * SECOND, server.read_line(&mut text)).await {
+        let message: serde_json::Value = serde_json::from_str(&text).unwrap();
+        if message["method"] == "pay" {
+            effects += 1;
+            reply(&mut server, &message["id"]).await;
+        }
+        text.clear();
+    }
+    assert_eq!(effects, 1, "{:?}", log.all());
+    assert!(call.await.unwrap().is_ok());
 }
 
 #[tokio::test(start_paused = true)]

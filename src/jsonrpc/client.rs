@@ -161,7 +161,8 @@ impl Client {
         self.start(request, Kind::Call)
     }
 
-    /// Sends a notification, and waits until the transport has accepted its last byte. It is never replayed.
+    /// Sends a notification, and waits until the transport has accepted its last byte and was flushed. It is never
+    /// replayed.
     ///
     /// # Errors
     ///

@@ -124,7 +124,11 @@ struct Out {
     accepted: usize,
     /// The calls in it that are not accepted to their last byte.
     marks: VecDeque<Mark>,
+    /// Calls that are, and may lie in the transport's own buffer as long as it is not flushed.
+    unmarked: Vec<Arc<Exchange>>,
     unflushed: bool,
+    /// Whether a flush is under way.
+    flushing: bool,
     room: Room,
 }
 
@@ -232,7 +236,7 @@ impl Driver {
     /// A call ended at its deadline without an answer: it is remembered, and the peer's silence judged.
     fn expired(&mut self, exchange: &Arc<Exchange>) {
         let was_written = self.forget(exchange);
-        let stalled = !self.out.is_done();
+        let stalled = !self.out.is_done() || self.out.flushing;
         if exchange.heard() == self.heard && (was_written || stalled) {
             self.suspect();
         }
@@ -274,6 +278,10 @@ impl Driver {
         if self.draining.is_some() {
             return false;
         }
+        // A flush that is under way is ended before more is written, so that it is one of all that was accepted.
+        if self.out.flushing && !self.poll_flush(cx) {
+            return self.draining.is_some();
+        }
         for _ in 0..ROUNDS {
             if self.out.is_done() && !self.gather() {
                 break;
@@ -281,7 +289,7 @@ impl Driver {
             let Some(io) = self.io.as_mut() else { return progress };
             let offered = &self.out.bytes[self.out.accepted..];
             let error = match io.as_mut().poll_write(cx, offered) {
-                Poll::Pending => return progress,
+                Poll::Pending => break,
                 Poll::Ready(Ok(0)) => io::ErrorKind::WriteZero.into(),
                 Poll::Ready(Ok(accepted)) => {
                     self.out.accepted += accepted.min(offered.len());
@@ -295,19 +303,34 @@ impl Driver {
             self.write_failed(&error);
             return true;
         }
-        if self.out.unflushed
-            && let Some(io) = self.io.as_mut()
-        {
-            match io.as_mut().poll_flush(cx) {
-                Poll::Pending => {}
-                Poll::Ready(Ok(())) => self.out.unflushed = false,
-                Poll::Ready(Err(error)) => {
-                    self.write_failed(&error);
-                    return true;
-                }
+        self.poll_flush(cx);
+        progress || self.draining.is_some()
+    }
+
+    /// Has the transport send on what it has accepted, and marks the calls to which that makes a difference;
+    /// `false` while it has not.
+    fn poll_flush(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(io) = self.io.as_mut().filter(|_| self.out.unflushed) else { return true };
+        match io.as_mut().poll_flush(cx) {
+            Poll::Pending => {
+                self.out.flushing = true;
+                return false;
+            }
+            Poll::Ready(Ok(())) => {}
+            Poll::Ready(Err(error)) => {
+                self.write_failed(&error);
+                return false;
             }
         }
-        progress
+        (self.out.unflushed, self.out.flushing) = (false, false);
+        for exchange in self.out.unmarked.drain(..) {
+            exchange.set_heard(self.heard);
+            exchange.mark_sent();
+            if !exchange.answered {
+                self.done.push((exchange, Ok(Response::null())));
+            }
+        }
+        true
     }
 
     fn write_failed(&mut self, error: &io::Error) {
@@ -377,28 +400,24 @@ impl Driver {
         self.last_id
     }
 
-    /// The transport accepted more bytes: enters and marks the calls to which that makes a difference.
+    /// The transport accepted more bytes: enters the calls to which that makes a difference. It may have sent
+    /// them, and may have buffered them.
     fn written(&mut self) {
         let accepted = self.out.accepted;
         while let Some(mark) = self.out.marks.front_mut() {
             // Servers answer a message that lacks but its newline.
             let enters = !mark.entered && accepted + 1 >= mark.end;
             mark.entered |= enters;
-            let exchange = mark.exchange.clone();
-            let is_sent = accepted >= mark.end;
-            if is_sent {
-                self.out.marks.pop_front();
+            let is_accepted = accepted >= mark.end;
+            if enters && mark.exchange.answered {
+                let exchange = mark.exchange.clone();
+                self.enter(exchange);
             }
-            if enters && exchange.answered {
-                self.enter(exchange.clone());
-            }
-            if !is_sent {
+            if !is_accepted {
                 return;
             }
-            exchange.set_heard(self.heard);
-            exchange.mark_sent();
-            if !exchange.answered {
-                self.done.push((exchange, Ok(Response::null())));
+            if let Some(mark) = self.out.marks.pop_front() {
+                self.out.unmarked.push(mark.exchange);
             }
         }
     }
@@ -648,8 +667,9 @@ impl Driver {
         let (closure, queue, notes) = {
             let mut state = self.shared.lock();
             let begun = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
+            let told = self.out.unmarked.iter().filter(|exchange| !exchange.answered);
             let queued = state.queue.iter().filter(|exchange| exchange.frame.is_queued());
-            let taken = self.pending.values().chain(begun);
+            let taken = self.pending.values().chain(begun).chain(told);
             let in_flight = taken.chain(queued).filter(|exchange| !exchange.own).count();
             let closure = self.shared.new_closure(reason, in_flight);
             state.closure = Some(closure.clone());
@@ -685,6 +705,10 @@ impl Driver {
             } else {
                 end(&exchange, named(CallError::of_evidence(Evidence::FrameCut), &exchange.request));
             }
+        }
+        // Calls are pending too.
+        for exchange in mem::take(&mut self.out.unmarked).iter().filter(|exchange| !exchange.answered) {
+            end(exchange, ambiguous(exchange, &closure));
         }
         for (_, exchange) in mem::take(&mut self.pending) {
             end(&exchange, ambiguous(&exchange, &closure));

@@ -74,7 +74,7 @@ impl Exchange {
         self.heard.store(heard, Ordering::Relaxed);
     }
 
-    /// Marks that the transport accepted the last byte.
+    /// Marks that the transport has accepted the last byte, and flushed it.
     pub(super) fn mark_sent(&self) {
         if let Some(activity) = self.request.context().activity() {
             activity.sent();

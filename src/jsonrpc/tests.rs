@@ -30,6 +30,8 @@ struct Wire(Arc<Mutex<WireState>>);
 struct WireState {
     /// How many bytes more are accepted.
     room: usize,
+    /// Whether what is accepted waits in a buffer, and no flush comes to its end.
+    holds_back: bool,
     written: Vec<u8>,
     write_error: Option<io::ErrorKind>,
     input: Vec<u8>,
@@ -59,6 +61,11 @@ impl Wire {
             std::mem::take(&mut state.wakers)
         };
         wakers.into_iter().for_each(Waker::wake);
+    }
+
+    async fn hold_back(&self, holds_back: bool) {
+        self.set(|state| state.holds_back = holds_back);
+        settle().await;
     }
 
     async fn accept(&self, bytes: usize) {
@@ -135,7 +142,15 @@ impl AsyncWrite for Io {
         Poll::Ready(Ok(count))
     }
 
-    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut state = self.0.0.lock().unwrap();
+        if let Some(error) = state.write_error {
+            return Poll::Ready(Err(error.into()));
+        }
+        if state.holds_back {
+            state.wakers.push(cx.waker().clone());
+            return Poll::Pending;
+        }
         Poll::Ready(Ok(()))
     }
 
@@ -342,6 +357,89 @@ async fn the_last_byte_is_marked_for_each_of_the_frames_that_share_a_write() {
     wire.accept(10).await;
     assert_eq!((is_sent(&first), is_sent(&second)), (true, true));
     assert_eq!(wire.written(), frame(1, "one") + &frame(2, "two"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_lies_in_the_transports_own_buffer_is_marked_when_it_is_flushed() {
+    let wire = Wire::open();
+    wire.hold_back(true).await;
+    let client = wire.connect(Client::builder().exact_writes());
+    let (one, first) = watched(request("one"));
+    let mut one = start(&client, one).await;
+    assert_eq!((wire.written(), is_sent(&first)), (frame(1, "one"), false));
+    // Behind a flush nothing more is offered, so that it can be withdrawn.
+    let (mut two, second) = watched(request("two"));
+    two.context_mut().set_attempt_until(Some(Instant::now() + SECOND));
+    let mut two = start(&client, two).await;
+    let (three, third) = watched(request("three"));
+    let mut three = start(&client, three).await;
+    advance(SECOND).await;
+    let mut error = assert_ready_err!(two.poll());
+    assert_eq!(error.delivery(), Delivery::NotSent);
+    assert!(handed_back(&mut error) && second.was_withdrawn());
+    assert_eq!((wire.written(), client.queue_len()), (frame(1, "one"), 2));
+
+    // An answer that is there is one all the same: the buffer has sent it on, and waits for something else.
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert_eq!(assert_ready_ok!(one.poll()).raw().get(), "1");
+    assert!(!is_sent(&first));
+    wire.hold_back(false).await;
+    assert_eq!((is_sent(&first), is_sent(&third)), (true, true));
+    assert_eq!(wire.written(), frame(1, "one") + &frame(2, "three"));
+    wire.send(r#"{"id":2,"result":2}"#).await;
+    assert_eq!(assert_ready_ok!(three.poll()).raw().get(), "2");
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_frame_that_is_accepted_in_part_does_not_hold_up_the_mark_of_the_one_before_it() {
+    let wire = Wire::new();
+    wire.hold_back(true).await;
+    let client = wire.connect(Client::builder());
+    let (one, first) = watched(request("one"));
+    let (two, second) = watched(request("two"));
+    let (_one, _two) = (start_now(&client, one), start_now(&client, two));
+    settle().await;
+    wire.accept(frame(1, "one").len() + 5).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (false, false));
+    wire.hold_back(false).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, false));
+    wire.accept(usize::MAX / 2).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_not_flushed_is_ambiguous_at_a_closure_and_may_be_answered_before_it() {
+    for exact in [false, true] {
+        let wire = Wire::open();
+        wire.hold_back(true).await;
+        let builder = Client::builder();
+        let client = wire.connect(if exact { builder.exact_writes() } else { builder });
+        let (one, activity) = watched(request("one"));
+        let mut one = start(&client, one).await;
+        let mut told = tokio_test::task::spawn(client.notify("told", ()));
+        assert_pending!(told.poll());
+        settle().await;
+        // It is behind the flush.
+        let mut queued = start(&client, request("queued")).await;
+        wire.eof().await;
+        assert_eq!(failed(&mut one).delivery(), Delivery::Ambiguous);
+        for error in [assert_ready_err!(told.poll()), failed(&mut queued)] {
+            assert_eq!(error.delivery(), Delivery::NotSent);
+        }
+        assert!(!is_sent(&activity) && !activity.was_withdrawn());
+        assert_eq!(client.closure().unwrap().in_flight(), 3);
+    }
+    // A flush that fails ends the connection as a write does.
+    let wire = Wire::open();
+    wire.hold_back(true).await;
+    let client = wire.connect(Client::builder().exact_writes());
+    let mut one = start(&client, request("one")).await;
+    wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe));
+    settle().await;
+    advance(Duration::from_millis(51)).await;
+    settle().await;
+    assert_eq!(failed(&mut one).delivery(), Delivery::Ambiguous);
 }
 
 #[tokio::test(start_paused = true)]
@@ -704,6 +802,23 @@ async fn a_notification_resolves_with_its_last_byte() {
     assert_ready_ok!(told.poll());
     assert_eq!(wire.written(), frame);
 
+    // A buffer is not the peer.
+    wire.set(|state| (state.room, state.holds_back) = (usize::MAX, true));
+    let mut told = tokio_test::task::spawn(client.notify("told", ()));
+    assert_pending!(told.poll());
+    settle().await;
+    assert_eq!(wire.written(), frame.repeat(2));
+    assert_pending!(told.poll());
+    wire.hold_back(false).await;
+    assert_ready_ok!(told.poll());
+    wire.hold_back(true).await;
+    let mut told = tokio_test::task::spawn(client.notify("told", ()));
+    assert_pending!(told.poll());
+    settle().await;
+    wire.eof().await;
+    assert_eq!(client.closure().unwrap().in_flight(), 1);
+    assert_eq!(assert_ready_err!(told.poll()).delivery(), Delivery::Ambiguous);
+
     for (accepted, delivery) in
         [(0, Delivery::NotSent), (5, Delivery::NotProcessed), (frame.len() - 1, Delivery::Ambiguous)]
     {
@@ -1013,6 +1128,23 @@ async fn a_peer_that_stopped_reading_is_suspected_by_calls_that_were_never_sent(
     assert_eq!(assert_ready_err!(call.poll()).delivery(), Delivery::NotSent);
     settle().await;
     advance(6 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_some());
+
+    // Or whose buffer does not get rid of what it holds.
+    let wire = Wire::open();
+    wire.hold_back(true).await;
+    let client = judged(&wire);
+    let _one = start(&client, request("one")).await;
+    let mut call = start(&client, request("queued").within(SECOND)).await;
+    advance(SECOND).await;
+    assert_eq!(assert_ready_err!(call.poll()).delivery(), Delivery::NotSent);
+    settle().await;
+    advance(6 * SECOND).await;
+    settle().await;
+    // The first call has all its time.
+    assert!(client.closure().is_none());
+    advance(301 * SECOND).await;
     settle().await;
     assert!(client.closure().is_some());
 }

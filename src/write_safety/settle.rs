@@ -384,7 +384,7 @@ pub(super) fn is_gone(closure: &Closure) -> bool {
     closure.exit_ends_effects() && closure.exit().is_some_and(|exit| exit.group_gone)
 }
 
-/// When the attempt's last byte was accepted, at the latest. Pending while bytes are unwritten: nothing
+/// When the attempt's last byte was sent, at the latest. Pending while bytes are unwritten: nothing
 /// bounds when they arrive.
 async fn last_byte(facts: &Facts) -> Instant {
     poll_fn(|cx| match (facts.activity.poll_sent(cx), facts.stopped_at) {
