@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    Client, Handler, Request,
+    Client, Handler, Notification, Request,
     client::Shared,
     driver::{Driver, Limits},
     handler::AnyHandler,
@@ -22,6 +22,9 @@ use crate::{Closure, Exit, connection::BoxFuture};
 
 /// Makes the notification that tells the peer that nobody waits for an answer any more.
 pub(super) type Cancel = Arc<dyn Fn(u64, &str) -> Option<Request> + Send + Sync>;
+
+/// Which of its requests the peer takes back by that notification: the id as it stood on the wire.
+pub(super) type TakenBack = fn(&Notification) -> Option<Box<str>>;
 
 /// Sets up a [`Client`]; made by [`Client::builder`].
 ///
@@ -35,6 +38,7 @@ pub struct Builder {
     pub(super) handler: Option<Arc<dyn AnyHandler>>,
     pub(super) probe: Option<(Request, Duration)>,
     pub(super) cancel: Option<Cancel>,
+    pub(super) taken_back: Option<TakenBack>,
     pub(super) process: Option<Process>,
     pub(super) dropped_answers: Option<Arc<AtomicU64>>,
 }
@@ -62,6 +66,7 @@ impl Default for Builder {
             handler: None,
             probe: None,
             cancel: Some(Arc::new(cancelled)),
+            taken_back: None,
             process: None,
             dropped_answers: None,
         }
@@ -140,6 +145,13 @@ impl Builder {
         self
     }
 
+    /// By which notifications the peer takes a request of its own back: its handler is dropped then, and it gets no
+    /// answer.
+    pub(crate) fn taken_back_by(mut self, id: TakenBack) -> Self {
+        self.taken_back = Some(id);
+        self
+    }
+
     pub(crate) fn process(mut self, process: Process) -> Self {
         self.process = Some(process);
         self
@@ -171,7 +183,7 @@ impl Builder {
         } else if let Ok(runtime) = runtime {
             let limits = Limits { line: self.max_line, exact_writes: self.exact_writes };
             let process = process.map(|process| process.exited);
-            let driver = Driver::new(shared, Box::pin(io), limits, self.handler, self.cancel, process);
+            let driver = Driver::new(shared, Box::pin(io), limits, self, process);
             runtime.spawn(driver);
         }
         client

@@ -18,14 +18,14 @@ use bytes::{BufMut, BytesMut};
 use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    task::JoinSet,
+    task::{AbortHandle, JoinSet},
     time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_util::{codec::Decoder, io::poll_read_buf};
 
 use super::{
-    Notification, Response, ServerRequest,
-    builder::Cancel,
+    Builder, Notification, Response, ServerRequest,
+    builder::{Cancel, TakenBack},
     client::{Note, Shared, named},
     codec::{Lines, Piece},
     exchange::{Exchange, Outcome},
@@ -89,9 +89,10 @@ pub(super) struct Driver {
     remembered: Remembered,
     cancel: Option<Cancel>,
     handler: Option<Arc<dyn AnyHandler>>,
+    taken_back: Option<TakenBack>,
     answering: JoinSet<Result<Response, ServerError>>,
-    /// The peer's ids of the requests that are being answered.
-    asked: HashMap<tokio::task::Id, Box<str>>,
+    /// The peer's requests that are being answered.
+    asked: HashMap<tokio::task::Id, Asked>,
     /// Calls that have ended and do not know it yet, so that one lock serves many.
     done: Vec<(Arc<Exchange>, Outcome)>,
     /// How many others are in flight no more.
@@ -114,6 +115,13 @@ struct Own {
     frame: Vec<u8>,
     /// Whether it answers a request of the peer.
     answers: bool,
+}
+
+/// A request of the peer that its handler answers.
+struct Asked {
+    /// The peer's id of it.
+    id: Box<str>,
+    handling: AbortHandle,
 }
 
 /// What is being written.
@@ -173,10 +181,10 @@ impl Driver {
         shared: Arc<Shared>,
         io: Pin<Box<dyn Io>>,
         limits: Limits,
-        handler: Option<Arc<dyn AnyHandler>>,
-        cancel: Option<Cancel>,
+        builder: Builder,
         exited: Option<BoxFuture<()>>,
     ) -> Self {
+        let Builder { handler, cancel, taken_back, .. } = builder;
         Self {
             shared,
             io: Some(io),
@@ -192,6 +200,7 @@ impl Driver {
             remembered: Remembered::default(),
             cancel,
             handler,
+            taken_back,
             answering: JoinSet::new(),
             asked: HashMap::new(),
             done: Vec::new(),
@@ -479,11 +488,7 @@ impl Driver {
                 Ok(Incoming::Answer { id, answer }) => self.answer(id, answer),
                 Ok(Incoming::Request { id, method, params }) => self.request(id, method, params),
                 Ok(Incoming::Notification { method, params }) => {
-                    if let Some(handler) = &self.handler
-                        && !handler.notification(Notification::new(method, params.map(RawValue::to_owned)))
-                    {
-                        tracing::warn!(target: "goaround", "the handler of a notification panicked");
-                    }
+                    self.notification(Notification::new(method, params.map(RawValue::to_owned)));
                 }
                 Err(odd) => self.ignore(&odd),
             }),
@@ -518,6 +523,24 @@ impl Driver {
         }
     }
 
+    fn notification(&mut self, notification: Notification) {
+        if let Some(id) = self.taken_back.and_then(|id| id(&notification)) {
+            // Nobody waits for the answer, and its place is another's.
+            self.asked.retain(|_, asked| {
+                let is_wanted = asked.id != id;
+                if !is_wanted {
+                    asked.handling.abort();
+                }
+                is_wanted
+            });
+        }
+        if let Some(handler) = &self.handler
+            && !handler.notification(notification)
+        {
+            tracing::warn!(target: "goaround", "the handler of a notification panicked");
+        }
+    }
+
     fn request(&mut self, id: &str, method: String, params: Option<&RawValue>) {
         if self.asked.len() + self.own.len() >= MAX_OWN {
             return self.ignore(&"a request of a peer that does not read its answers");
@@ -529,8 +552,8 @@ impl Driver {
             return self.respond(id, &Err(internal("too many requests at once")));
         }
         let request = ServerRequest::new(method, params.map(RawValue::to_owned), id);
-        let task = self.answering.spawn(handler.clone().request(request));
-        self.asked.insert(task.id(), id.into());
+        let handling = self.answering.spawn(handler.clone().request(request));
+        self.asked.insert(handling.id(), Asked { id: id.into(), handling });
     }
 
     fn respond(&mut self, id: &str, answer: &Result<Response, ServerError>) {
@@ -546,8 +569,8 @@ impl Driver {
                 Ok((task, answer)) => (task, answer),
                 Err(panic) => (panic.id(), Err(internal("the request's handler failed"))),
             };
-            if let Some(id) = self.asked.remove(&task) {
-                self.respond(&id, &answer);
+            if let Some(asked) = self.asked.remove(&task) {
+                self.respond(&asked.id, &answer);
             }
             progress = true;
         }

@@ -16,7 +16,7 @@ use super::{
     handshake::{self, Plan},
     session::{Inbox, LISTEN, Memory, Session, Wires},
     settings::Settings,
-    watch::Watch,
+    watch::{Watch, taken_back},
 };
 use crate::{
     Basis, BoxError, Call, CallError, Closure, Refusal,
@@ -101,7 +101,9 @@ pub(super) async fn connect(
         let wires = Arc::new(Wires::default());
         let inbox = Inbox { settings: settings.clone(), wires: wires.clone() };
         let dropped = memory.stats.count_of_dropped_answers();
-        let with = Box::new(|builder: Builder| builder.handler(inbox).count_dropped_answers(dropped));
+        let with = Box::new(|builder: Builder| {
+            builder.handler(inbox).taken_back_by(taken_back).count_dropped_answers(dropped)
+        });
         let opened = transport.open(with).await?;
         let failure = match handshake::begin(opened.client(), &settings, plan).await {
             Ok(agreed) => {

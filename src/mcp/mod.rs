@@ -212,7 +212,8 @@ impl Stdio {
     /// is answered without it; every other request is, without one, answered with "method not found".
     ///
     /// It is the same one over all connections. An answer whose connection is gone when it is there is dropped
-    /// and counted ([`Stats::dropped_answers`]): it belongs to no other.
+    /// and counted ([`Stats::dropped_answers`]): it belongs to no other. The handler of a request that the server
+    /// takes back (`notifications/cancelled`) is dropped where it waits next, and nothing is answered.
     #[must_use]
     pub fn handler(mut self, handler: impl Handler) -> Self {
         self.settings.handler = Arc::new(handler);

@@ -25,7 +25,7 @@ use super::{
     handshake::{Agreed, HandshakeError, discover_request},
     rules::{strength, tool_of},
     settings::Settings,
-    watch::Calls,
+    watch::{Calls, taken_back},
 };
 use crate::{
     Call, CallError, Closure, Deadline, ServerError,
@@ -675,7 +675,7 @@ impl Handler for Inbox {
         if request.method() == "ping" {
             return Response::new(json!({})).map_err(|_| ServerError::new(-32603, "internal error"));
         }
-        // Ends with this future, be it that it panics or that the connection is gone.
+        // Ends with this future, be it that it panics, or that the connection is gone or the question taken back.
         let _question = (request.method() == ELICIT).then(|| self.wires.calls.ask(request.id.clone()));
         self.settings.handler.clone().request(request).await
     }
@@ -683,8 +683,12 @@ impl Handler for Inbox {
     fn notification(&self, notification: Notification) {
         match notification.method() {
             "notifications/subscriptions/acknowledged" => self.wires.acknowledge(&notification),
+            "notifications/cancelled" => {
+                if let Some(question) = taken_back(&notification) {
+                    self.wires.calls.taken_back(&question);
+                }
+            }
             "notifications/progress" => self.wires.calls.progress(&notification),
-            "notifications/cancelled" => self.wires.calls.taken_back(&notification),
             "notifications/tools/list_changed" => {
                 self.wires.tools.changed();
                 self.wires.tools_changed.notify_one();

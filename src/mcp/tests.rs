@@ -5,7 +5,10 @@ mod tasks;
 
 use std::{
     future::pending,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -534,9 +537,9 @@ async fn nothing_that_a_server_says_in_the_handshake_is_in_the_text_of_a_calls_e
         let (tell, settings, memory) =
             (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
         let connector = service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
-        let stack =
-            Stack::builder(BoxCloneService::new(connector)).deadline(Duration::from_secs(60)).build();
-        let call = tokio::spawn(stack.unwrap().send(tool("pay")));
+        let stack = Stack::builder(BoxCloneService::new(connector)).deadline(Duration::from_secs(60));
+        let stack = stack.build().unwrap();
+        let call = tokio::spawn(async move { stack.send(tool("pay")).await });
         let mut server = lab.server().await;
         let asked = server.read().await.unwrap();
         let mut message = json!({ "jsonrpc": "2.0", "id": asked["id"] });
@@ -1535,6 +1538,70 @@ async fn a_question_that_the_server_takes_back_holds_up_nothing() {
         server.0.write_all(both.as_bytes()).await.unwrap();
         let (took, _) = timeout(60 * SECOND, call).await.unwrap().unwrap();
         assert_eq!(took.as_secs(), 3);
+    }
+}
+
+/// Drops are counted, and nothing is answered but `roots/list`.
+#[derive(Default)]
+struct Stubborn(Arc<AtomicUsize>);
+
+impl Handler for Stubborn {
+    async fn request(&self, request: ServerRequest) -> Result<Response, ServerError> {
+        struct Dropped(Arc<AtomicUsize>);
+        impl Drop for Dropped {
+            fn drop(&mut self) {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        if request.method() == "roots/list" {
+            return Ok(Response::new(json!({ "roots": [] })).unwrap());
+        }
+        let _dropped = Dropped(Arc::clone(&self.0));
+        pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_that_is_taken_back_is_not_answered_and_leaves_its_place_to_another() {
+    for method in ["elicitation/create", "sampling/createMessage"] {
+        let mut lab = Lab::new();
+        let handler = Stubborn::default();
+        let dropped = Arc::clone(&handler.0);
+        lab.settings.handler = Arc::new(handler);
+        let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
+        let ask = |id: &Value, method: &str| json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": {} });
+        let take_back = |id: &Value| {
+            let params = json!({ "requestId": id, "reason": "too late" });
+            json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": params })
+        };
+        // As many as are answered at once, and then as many again: some before their handlers run.
+        for nth in 0..128 {
+            let id = if nth % 2 == 0 { json!(nth) } else { json!(format!("q{nth}")) };
+            server.write(ask(&id, method)).await;
+            if nth % 3 > 0 {
+                sleep(SECOND).await;
+            }
+            server.write(take_back(&id)).await;
+        }
+        sleep(SECOND).await;
+        assert!(dropped.load(Ordering::Relaxed) >= 80, "{dropped:?}");
+        for method in ["ping", "roots/list"] {
+            server.write(ask(&json!(method), method)).await;
+            let answer = server.read().await.unwrap();
+            assert_eq!((&answer["id"], &answer["error"]), (&json!(method), &Value::Null));
+        }
+        // One that is not taken back keeps its place, and what was answered already is.
+        server.write(ask(&json!("stays"), method)).await;
+        for other in [json!("ping"), json!("roots/list"), json!("unknown"), json!(null), json!({})] {
+            server.write(take_back(&other)).await;
+        }
+        server.is_quiet().await;
+        let before = dropped.load(Ordering::Relaxed);
+        drop(connection);
+        sleep(SECOND).await;
+        // What was taken back is owed to nobody, and so is not lost.
+        assert_eq!(dropped.load(Ordering::Relaxed), before + 1);
+        assert_eq!(lab.memory.stats.dropped_answers(), 1);
     }
 }
 

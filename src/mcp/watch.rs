@@ -2,7 +2,7 @@
 //! user answers a question of the server.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::HashMap,
     mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -19,10 +19,6 @@ use crate::{
     jsonrpc::{Notification, Request},
 };
 
-/// How many questions that were taken back early are remembered, with ids of that length at most.
-const MAX_TAKEN_BACK: usize = 64;
-const MAX_ID: usize = 128;
-
 /// Those of one connection.
 #[derive(Default)]
 pub(super) struct Calls(Mutex<State>);
@@ -32,8 +28,6 @@ struct State {
     pending: HashMap<u64, Pending>,
     /// The questions that the user is answering, and their ids at the server.
     questions: HashMap<u64, Box<str>>,
-    /// The last ids that were taken back before their handlers ran.
-    taken_back: VecDeque<Box<str>>,
 }
 
 struct Pending {
@@ -93,11 +87,6 @@ impl Calls {
     pub(super) fn ask(self: &Arc<Self>, id: Box<str>) -> Question {
         let key = next_key();
         let mut state = self.lock();
-        if let Some(at) = state.taken_back.iter().position(|known| *known == id) {
-            state.taken_back.remove(at);
-            drop(state);
-            return Question { calls: Arc::clone(self), key };
-        }
         state.questions.insert(key, id);
         if state.questions.len() == 1 {
             for call in state.pending.values_mut().filter(|call| call.progress.pauses_while_asking()) {
@@ -108,26 +97,10 @@ impl Calls {
         Question { calls: Arc::clone(self), key }
     }
 
-    /// The server does not wait for an answer any more. What the user goes on with holds up no call.
-    pub(super) fn taken_back(&self, notification: &Notification) {
-        #[derive(Deserialize)]
-        #[serde(rename_all = "camelCase")]
-        struct Params<'a> {
-            #[serde(borrow)]
-            request_id: &'a RawValue,
-        }
-        let params = notification.raw_params().and_then(|params| serde_json::from_str(params.get()).ok());
-        let Some(Params { request_id }) = params else { return };
-        let request_id = request_id.get();
-        let mut state = self.lock();
-        if request_id.len() <= MAX_ID && !state.questions.values().any(|id| **id == *request_id) {
-            state.taken_back.push_back(request_id.into());
-            if state.taken_back.len() > MAX_TAKEN_BACK {
-                state.taken_back.pop_front();
-            }
-        }
-        drop(state);
-        self.answered(|_, id| id == request_id);
+    /// The server does not wait for an answer to that question any more: it holds up no call, whatever its handler
+    /// does.
+    pub(super) fn taken_back(&self, question: &str) {
+        self.answered(|_, id| id == question);
     }
 
     /// Forgets those questions, and ends the pause with the last one.
@@ -147,6 +120,19 @@ impl Calls {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The server does not wait for the answer to that request any more; its id, as it stood on the wire.
+pub(super) fn taken_back(notification: &Notification) -> Option<Box<str>> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Params<'a> {
+        #[serde(borrow)]
+        request_id: &'a RawValue,
+    }
+    let params = notification.raw_params().filter(|_| notification.method() == "notifications/cancelled")?;
+    let Params { request_id } = serde_json::from_str(params.get()).ok()?;
+    Some(request_id.get().into())
 }
 
 /// Over all connections: no token of a replay is that of another attempt.
