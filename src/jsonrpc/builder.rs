@@ -23,6 +23,9 @@ use crate::{Closure, Exit, connection::BoxFuture};
 /// Makes the notification that tells the peer that nobody waits for an answer any more.
 pub(super) type Cancel = Arc<dyn Fn(u64, &str) -> Option<Request> + Send + Sync>;
 
+/// Whether what a call was taken for by a trusted annotation still holds.
+pub(super) type Upholds = Arc<dyn Fn(&Request) -> bool + Send + Sync>;
+
 /// Which of its requests the peer takes back by that notification: the id as it stood on the wire.
 pub(super) type TakenBack = fn(&Notification) -> Option<Box<str>>;
 
@@ -39,6 +42,7 @@ pub struct Builder {
     pub(super) probe: Option<(Request, Duration)>,
     pub(super) cancel: Option<Cancel>,
     pub(super) taken_back: Option<TakenBack>,
+    pub(super) upholds: Option<Upholds>,
     pub(super) process: Option<Process>,
     pub(super) dropped_answers: Option<Arc<AtomicU64>>,
 }
@@ -67,6 +71,7 @@ impl Default for Builder {
             probe: None,
             cancel: Some(Arc::new(cancelled)),
             taken_back: None,
+            upholds: None,
             process: None,
             dropped_answers: None,
         }
@@ -149,6 +154,15 @@ impl Builder {
     /// answer.
     pub(crate) fn taken_back_by(mut self, id: TakenBack) -> Self {
         self.taken_back = Some(id);
+        self
+    }
+
+    /// Who is asked, when a call's turn to be written has come, whether the trusted annotation that it was judged by
+    /// still holds, and again after each notification as long as not one byte of it is accepted. One that does not hold
+    /// is withdrawn ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything
+    /// else are not asked about.
+    pub(crate) fn upheld_by(mut self, upholds: impl Fn(&Request) -> bool + Send + Sync + 'static) -> Self {
+        self.upholds = Some(Arc::new(upholds));
         self
     }
 

@@ -25,7 +25,7 @@ use tokio_util::{codec::Decoder, io::poll_read_buf};
 
 use super::{
     Builder, Notification, Response, ServerRequest,
-    builder::{Cancel, TakenBack},
+    builder::{Cancel, TakenBack, Upholds},
     client::{Note, Shared, named},
     codec::{Lines, Piece},
     exchange::{Exchange, Outcome},
@@ -33,7 +33,8 @@ use super::{
     message::{Incoming, LISTEN, read_line, write_answer},
 };
 use crate::{
-    Activity, Call, CallError, CallId, Cause, Closure, Delivery, Event, Evidence, Scope, ServerError,
+    Activity, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Event, Evidence, Refusal, Scope,
+    ServerError,
     connection::BoxFuture,
     event::{Events, LateAnswer},
 };
@@ -90,6 +91,9 @@ pub(super) struct Driver {
     cancel: Option<Cancel>,
     handler: Option<Arc<dyn AnyHandler>>,
     taken_back: Option<TakenBack>,
+    upholds: Option<Upholds>,
+    /// Whether a notification has come since that was asked of what is being written.
+    notified: bool,
     answering: JoinSet<Result<Response, ServerError>>,
     /// The peer's requests that are being answered.
     asked: HashMap<tokio::task::Id, Asked>,
@@ -184,7 +188,7 @@ impl Driver {
         builder: Builder,
         exited: Option<BoxFuture<()>>,
     ) -> Self {
-        let Builder { handler, cancel, taken_back, .. } = builder;
+        let Builder { handler, cancel, taken_back, upholds, .. } = builder;
         Self {
             shared,
             io: Some(io),
@@ -201,6 +205,8 @@ impl Driver {
             cancel,
             handler,
             taken_back,
+            upholds,
+            notified: false,
             answering: JoinSet::new(),
             asked: HashMap::new(),
             done: Vec::new(),
@@ -290,6 +296,9 @@ impl Driver {
         // A flush that is under way is ended before more is written, so that it is one of all that was accepted.
         if self.out.flushing && !self.poll_flush(cx) {
             return self.draining.is_some();
+        }
+        if mem::take(&mut self.notified) && self.upholds.is_some() {
+            self.take_out();
         }
         for _ in 0..ROUNDS {
             if self.out.is_done() && !self.gather() {
@@ -397,11 +406,53 @@ impl Driver {
             state.withdrawn = state.withdrawn.saturating_sub(1);
             return;
         }
+        if !self.is_upheld(&exchange) {
+            return self.refuse(exchange);
+        }
         let start = self.out.bytes.len();
         let id = exchange.answered.then(|| self.next_id());
         exchange.set_id(id.unwrap_or(0));
         exchange.request.write(id, &mut self.out.bytes);
         self.out.marks.push_back(Mark { start, end: self.out.bytes.len(), exchange, entered: false });
+    }
+
+    /// Whether what the call was taken for still holds: a tool may have changed while it was queued.
+    fn is_upheld(&self, exchange: &Exchange) -> bool {
+        let request = &exchange.request;
+        match &self.upholds {
+            Some(upholds) if request.context().basis() == Basis::TrustedAnnotation => {
+                upholds(request) || off!(Annotation)
+            }
+            _ => true,
+        }
+    }
+
+    /// Ends a call whose frame was taken and of which not one byte was or will be written.
+    fn refuse(&mut self, exchange: Arc<Exchange>) {
+        exchange.mark_withdrawn();
+        let error = named(CallError::refused(Refusal::EffectChanged), &exchange.request);
+        self.done.push((exchange, Err(error)));
+    }
+
+    /// Takes the calls out of the buffer that are not upheld any more, if no byte of them is accepted. Without exact
+    /// writes the transport may hold a copy of what it was offered.
+    fn take_out(&mut self) {
+        if !self.limits.exact_writes {
+            return;
+        }
+        let mut at = 0;
+        while let Some(mark) = self.out.marks.get(at) {
+            if mark.start < self.out.accepted || self.is_upheld(&mark.exchange) {
+                at += 1;
+            } else if let Some(mark) = self.out.marks.remove(at) {
+                self.out.bytes.drain(mark.start..mark.end);
+                for later in self.out.marks.range_mut(at..) {
+                    later.start -= mark.end - mark.start;
+                    later.end -= mark.end - mark.start;
+                }
+                self.refuse(mark.exchange);
+            }
+        }
     }
 
     fn next_id(&mut self) -> u64 {
@@ -524,6 +575,7 @@ impl Driver {
     }
 
     fn notification(&mut self, notification: Notification) {
+        self.notified = true;
         if let Some(id) = self.taken_back.and_then(|id| id(&notification)) {
             // Nobody waits for the answer, and its place is another's.
             self.asked.retain(|_, asked| {

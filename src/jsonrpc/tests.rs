@@ -3,7 +3,10 @@
 use std::{
     io,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -17,8 +20,8 @@ use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok
 
 use super::{Builder, Client, Process, Request, ResponseFuture, exchange::Exchange};
 use crate::{
-    Activity, Call, CallContext, CallError, Cause, Deadline, Delivery, Event, Evidence, Exit, Refusal, Scope,
-    connection::Connection, event::Events, write_safety::Fence,
+    Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Evidence, Exit,
+    Refusal, Scope, connection::Connection, event::Events, write_safety::Fence,
 };
 
 // ----- the scripted transport
@@ -389,6 +392,90 @@ async fn what_lies_in_the_transports_own_buffer_is_marked_when_it_is_flushed() {
     wire.send(r#"{"id":2,"result":2}"#).await;
     assert_eq!(assert_ready_ok!(three.poll()).raw().get(), "2");
     assert_eq!(client.in_flight(), 0);
+}
+
+/// A read by a trusted annotation.
+fn trusted(method: &'static str) -> Request {
+    let mut request = request(method);
+    request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
+    request
+}
+
+fn is_refused(call: &mut Spawn<ResponseFuture>) -> bool {
+    let error = failed(call);
+    let is_it = matches!(error.cause(), Cause::Refused(Refusal::EffectChanged));
+    is_it && error.delivery() == Delivery::NotSent && !error.method().is_empty()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_trusted_annotation_is_asked_for_when_a_calls_turn_to_be_written_has_come() {
+    for kind in [Effect::ReadOnly, Effect::Idempotent] {
+        let wire = Wire::new();
+        let holds = Arc::new(AtomicBool::new(true));
+        let said = holds.clone();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        let client = wire.connect(Client::builder().upheld_by(move |request| {
+            count.fetch_add(1, Ordering::Relaxed);
+            request.method() == "other" || said.load(Ordering::Relaxed)
+        }));
+        let length = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"big\",\"params\":[\"\"]}\n".len() + 20_000;
+        let _stalled = start(&client, big(20_000)).await;
+        let (mut one, activity) = watched(trusted("one"));
+        one.context_mut().stamp(kind, Basis::TrustedAnnotation);
+        let (mut one, mut other) = (start_now(&client, one), start_now(&client, trusted("other")));
+        let mut own = start(&client, request("own").read_only()).await;
+        holds.store(false, Ordering::Relaxed);
+        wire.accept(length).await;
+        assert!(is_refused(&mut one));
+        assert!(activity.was_withdrawn() && !is_sent(&activity));
+        // Of whom only the annotation speaks, and not of those that somebody else judged.
+        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        wire.accept(usize::MAX / 2).await;
+        assert!(wire.written().ends_with(&(frame(2, "other") + &frame(3, "own"))));
+        assert!(!wire.written().contains("one"));
+        wire.send(r#"[{"id":2,"result":2},{"id":3,"result":3}]"#).await;
+        assert_ready_ok!(other.poll());
+        assert_ready_ok!(own.poll());
+        assert_eq!(client.in_flight(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_upheld_is_taken_out_of_the_buffer_unless_the_transport_may_have_a_copy() {
+    for exact in [false, true] {
+        let wire = Wire::new();
+        let holds = Arc::new(AtomicBool::new(true));
+        let said = holds.clone();
+        let builder = Client::builder().upheld_by(move |_| said.load(Ordering::Relaxed));
+        let client = wire.connect(if exact { builder.exact_writes() } else { builder });
+        let mut calls = [
+            start_now(&client, request("own")),
+            start_now(&client, trusted("begun")),
+            start_now(&client, trusted("whole")),
+            start_now(&client, request("last")),
+            start_now(&client, trusted("end")),
+        ];
+        // All of them are in one buffer.
+        settle().await;
+        assert_eq!(client.queue_len(), 0);
+        wire.accept(frame(1, "own").len() + 1).await;
+        holds.store(false, Ordering::Relaxed);
+        // Some word of the peer has to come before that is looked at again.
+        wire.send(r#"{"method":"changed"}"#).await;
+        let refused: Vec<_> = calls.iter_mut().map(|call| call.is_woken() && is_refused(call)).collect();
+        assert_eq!(refused, [false, false, exact, false, exact]);
+        wire.accept(usize::MAX / 2).await;
+        let (begun, last) = (frame(1, "own") + &frame(2, "begun"), frame(4, "last"));
+        let expected = match exact {
+            true => begun + &last,
+            false => begun + &frame(3, "whole") + &last + &frame(5, "end"),
+        };
+        assert_eq!(wire.written(), expected);
+        assert_eq!(client.in_flight(), if exact { 3 } else { 5 });
+        wire.send(r#"{"id":4,"result":4}"#).await;
+        assert_eq!(assert_ready_ok!(calls[3].poll()).raw().get(), "4");
+    }
 }
 
 #[tokio::test(start_paused = true)]

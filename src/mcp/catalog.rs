@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json, value::RawValue};
 use tokio::time::{Instant, timeout};
 
+use super::rules::strength;
 use crate::{
     Call, CallError, Effect,
     jsonrpc::{Client, Request, Response},
@@ -47,6 +48,13 @@ struct List {
 impl Listed {
     pub(crate) fn catalog(&self) -> Arc<Catalog> {
         Arc::clone(&self.lock().catalog)
+    }
+
+    /// Whether a call of that tool, which a trusted annotation made a call with that effect, may still do no more than
+    /// that. To be asked when it is sent, and not only when it is made.
+    pub(crate) fn upholds(&self, tool: Option<&str>, taken_for: Effect) -> bool {
+        let now = tool.and_then(|tool| self.lock().catalog.get(tool)).unwrap_or(Effect::Write);
+        strength(now) <= strength(taken_for)
     }
 
     /// The server says that they have changed.

@@ -52,7 +52,8 @@ use crate::{
 ///   ([`Refusal::CursorOfAnotherSession`]), since cursors must not be kept across sessions. The first session
 ///   of a connector lets all cursors pass, every later one those that it has handed out itself.
 /// - a call that was taken for harmless by a trusted annotation is refused if the server's annotation on this
-///   connection does not say so ([`Refusal::EffectChanged`]).
+///   connection does not say so ([`Refusal::EffectChanged`]), be it that it says so no more when the call's turn
+///   to be written comes.
 pub struct Connection {
     client: Client,
     session: Arc<Session>,
@@ -99,10 +100,11 @@ pub(super) async fn connect(
     let mut may_start_again = true;
     loop {
         let wires = Arc::new(Wires::default());
-        let inbox = Inbox { settings: settings.clone(), wires: wires.clone() };
+        let (inbox, words) = (Inbox { settings: settings.clone(), wires: wires.clone() }, wires.clone());
         let dropped = memory.stats.count_of_dropped_answers();
         let with = Box::new(|builder: Builder| {
-            builder.handler(inbox).taken_back_by(taken_back).count_dropped_answers(dropped)
+            let builder = builder.handler(inbox).taken_back_by(taken_back);
+            builder.upheld_by(move |request| words.upholds(request)).count_dropped_answers(dropped)
         });
         let opened = transport.open(with).await?;
         let failure = match handshake::begin(opened.client(), &settings, plan).await {

@@ -23,7 +23,7 @@ use super::{
     catalog::{Catalog, Listed},
     envelope::Envelope,
     handshake::{Agreed, HandshakeError, discover_request},
-    rules::{strength, tool_of},
+    rules::tool_of,
     settings::Settings,
     watch::{Calls, taken_back},
 };
@@ -270,9 +270,7 @@ impl Session {
     /// Whether a call that was stamped by a trusted annotation still may do no more than that on this
     /// connection.
     pub(super) fn upholds(&self, request: &Request) -> bool {
-        let catalog = self.wires.tools.catalog();
-        let now = tool_of(request).and_then(|tool| catalog.get(&tool)).unwrap_or(crate::Effect::Write);
-        strength(now) <= strength(effect_of(request))
+        self.wires.upholds(request)
     }
 
     // ----- cursors
@@ -637,6 +635,11 @@ pub(super) struct Wires {
 }
 
 impl Wires {
+    /// Whether a call that was stamped by a trusted annotation still may do no more than that.
+    pub(super) fn upholds(&self, request: &Request) -> bool {
+        self.tools.upholds(tool_of(request).as_deref(), effect_of(request))
+    }
+
     fn is_acknowledged(&self, id: u64) -> bool {
         lock(&self.acknowledged).contains(&id)
     }

@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     Basis, Call, CallError, Cause, DeadlineLayer, Delivery, Effect, Outcome, ReconnectLayer, Refusal,
-    RetryReadOnly, ServerError, Stack,
+    RetryReadOnly, ServerError, Stack, WriteSafetyLayer,
     connection::{self as own, BoxFuture},
     jsonrpc::{Builder, Client, Notification, Response, ServerRequest},
     stdio::Opened,
@@ -534,8 +534,7 @@ async fn nothing_that_a_server_says_in_the_handshake_is_in_the_text_of_a_calls_e
         ),
     ] {
         let mut lab = Lab::of(era);
-        let (tell, settings, memory) =
-            (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
+        let (tell, settings, memory) = (lab.tell.clone(), Arc::new(lab.settings.clone()), lab.memory.clone());
         let connector = service_fn(move |()| connect(Wire(tell.clone()), settings.clone(), memory.clone()));
         let stack = Stack::builder(BoxCloneService::new(connector)).deadline(Duration::from_secs(60));
         let stack = stack.build().unwrap();
@@ -1082,6 +1081,101 @@ async fn from_the_word_that_the_tools_have_changed_on_no_annotation_is_trusted_u
     }
 }
 
+/// A stack that trusts annotations, over a pipe that holds little.
+async fn trusting_stack(tools: Vec<Value>) -> (Arc<Stack<Stdio, Request, Response>>, Server) {
+    let (tell, mut servers) = mpsc::unbounded_channel();
+    let connector = over(move |builder: Builder| {
+        let (ours, theirs) = tokio::io::duplex(1024);
+        let _ = tell.send(Server(BufReader::new(theirs)));
+        let client = builder.exact_writes().connect(ours);
+        async move { Ok::<_, BoxError>(client) }
+    });
+    let connector = connector.era(Era::Initialize).tools(ToolRules::new().trust_annotations());
+    let writes = WriteSafetyLayer::refuse().replay_idempotent().attempt_timeout(10 * SECOND);
+    let stack = Stack::builder(connector).deadline(60 * SECOND).writes(writes).build().unwrap();
+    let stack = Arc::new(stack);
+    let first = send(&stack, tool("look"));
+    let mut server = servers.recv().await.unwrap();
+    server.older("2025-11-25").await;
+    let asked = server.asked("tools/list").await;
+    server.answer(&asked, json!({ "tools": tools })).await;
+    let asked = server.asked("tools/call").await;
+    server.answer(&asked, json!({ "content": [] })).await;
+    first.await.unwrap().unwrap();
+    (stack, server)
+}
+
+fn send(
+    stack: &Arc<Stack<Stdio, Request, Response>>,
+    request: Request,
+) -> JoinHandle<Result<Response, CallError>> {
+    let stack = Arc::clone(stack);
+    tokio::spawn(async move { stack.send(request).await })
+}
+
+/// A read that fills the pipe.
+fn large_look() -> Request {
+    let arguments = json!({ "padding": "x".repeat(100_000) });
+    request("tools/call", json!({ "name": "look", "arguments": arguments }))
+}
+
+/// Answers everything that comes for a while; how often the tool was called.
+async fn serve(server: &mut Server, name: &str, tools: &[Value]) -> usize {
+    let mut calls = 0;
+    while let Ok(Some(message)) = timeout(30 * SECOND, server.read()).await {
+        let result = match message["method"].as_str().unwrap() {
+            "tools/list" => json!({ "tools": tools }),
+            _ => json!({ "content": [] }),
+        };
+        calls += usize::from(message["params"]["name"] == name);
+        if !message["id"].is_null() {
+            server.answer(&message, result).await;
+        }
+    }
+    calls
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_not_sent() {
+    for now in [None, Some(json!({ "readOnlyHint": false })), Some(json!({ "idempotentHint": true }))] {
+        let (stack, mut server) = trusting_stack(vec![reads("look"), reads("odd")]).await;
+        let large = send(&stack, large_look());
+        sleep(SECOND).await;
+        let odd = send(&stack, tool("odd").within(20 * SECOND));
+        sleep(SECOND).await;
+        server.tools_changed().await;
+        sleep(5 * SECOND).await;
+        // The client knows, and the server reads on.
+        let mut tools = vec![reads("look")];
+        tools.extend(now.map(|annotations| listed("odd", annotations)));
+        assert_eq!(serve(&mut server, "odd", &tools).await, 0);
+        let error = odd.await.unwrap().unwrap_err();
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+        assert_eq!((error.outcome(), error.delivery()), (Outcome::NotDone, Delivery::NotSent));
+        large.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_not_sent() {
+    let sets = |sets: bool| listed("odd", json!({ "readOnlyHint": false, "idempotentHint": sets }));
+    let (stack, mut server) = trusting_stack(vec![reads("look"), sets(true)]).await;
+    // It is done, and its answer is lost. Then the server does not read for a while.
+    let odd = send(&stack, tool("odd"));
+    assert_eq!(server.asked("tools/call").await["params"]["name"], "odd");
+    sleep(5 * SECOND).await;
+    let large = send(&stack, large_look());
+    // The replay is queued by now.
+    sleep(8 * SECOND).await;
+    server.tools_changed().await;
+    sleep(5 * SECOND).await;
+    assert_eq!(serve(&mut server, "odd", &[reads("look"), sets(false)]).await, 0);
+    large.await.unwrap().unwrap();
+    let error = odd.await.unwrap().unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error}");
+    assert!(error.may_have_landed(), "{error}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn without_trust_the_tools_are_not_listed() {
     for version in ProtocolVersion::ALL {
@@ -1569,7 +1663,8 @@ async fn a_question_that_is_taken_back_is_not_answered_and_leaves_its_place_to_a
         let dropped = Arc::clone(&handler.0);
         lab.settings.handler = Arc::new(handler);
         let (connection, mut server) = lab.pair(ProtocolVersion::V2025_11_25).await;
-        let ask = |id: &Value, method: &str| json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": {} });
+        let ask =
+            |id: &Value, method: &str| json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": {} });
         let take_back = |id: &Value| {
             let params = json!({ "requestId": id, "reason": "too late" });
             json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": params })
