@@ -30,7 +30,7 @@ use super::{
     codec::{Lines, Piece},
     exchange::{Exchange, Outcome},
     handler::{AnyHandler, internal, not_found},
-    message::{Incoming, LISTEN, read_line, write_answer},
+    message::{Batch, Incoming, LISTEN, Odd, write_answer},
 };
 use crate::{
     Activity, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Event, Evidence, Refusal, Scope,
@@ -43,6 +43,8 @@ use crate::{
 const BATCH: usize = 16 << 10;
 /// How much is read at once.
 const READ: usize = 16 << 10;
+/// How many messages are looked at before others have their turn: a line may hold millions.
+const PORTION: usize = 512;
 /// A buffer above this is let go when it is empty and nothing lately was as large.
 const KEEP: usize = 1 << 20;
 /// Over how many fillings "lately" reaches back, at least.
@@ -80,6 +82,12 @@ pub(super) struct Driver {
     input: BytesMut,
     /// How much of it was filled since it was empty.
     filled: usize,
+    /// A batch that is worked off before anything else is read.
+    incoming: Option<Batch>,
+    /// Whether that, or the input, may hold more messages.
+    unread: bool,
+    /// How the input ended, which is told after what is still in it.
+    ended: Option<Cow<'static, str>>,
     room: Room,
     out: Out,
     /// Frames of our own: answers, cancellations, probes.
@@ -196,6 +204,9 @@ impl Driver {
             limits,
             input: BytesMut::new(),
             filled: 0,
+            incoming: None,
+            unread: false,
+            ended: None,
             room: Room::default(),
             out: Out::default(),
             own: VecDeque::new(),
@@ -494,6 +505,25 @@ impl Driver {
     // ----- reading
 
     fn poll_read(&mut self, cx: &mut Context<'_>) -> bool {
+        if !self.unread && !self.poll_input(cx) {
+            return false;
+        }
+        if self.ended.is_none() {
+            self.heard += 1;
+            self.silence.probing = None;
+            self.silence.doomed = None;
+        }
+        self.work_off();
+        if !self.unread && self.ended.is_some() {
+            // What was noticed first says more.
+            let noticed = self.draining.take().map(|(reason, _)| reason);
+            self.end = noticed.or(self.ended.take());
+        }
+        true
+    }
+
+    /// Fills the input; whether there is something new in it, or it has ended.
+    fn poll_input(&mut self, cx: &mut Context<'_>) -> bool {
         let Some(io) = self.io.as_mut() else { return false };
         if self.input.is_empty() && !self.room.keeps(mem::take(&mut self.filled), self.input.capacity()) {
             self.input = BytesMut::new();
@@ -503,7 +533,7 @@ impl Driver {
         }
         // No more at once, however large the buffer is: a read that fills what it was given says that there may be
         // more, where one that does not has to wait for the next event. So a peer writes on while it is read.
-        let end = match poll_read_buf(io.as_mut(), cx, &mut (&mut self.input).limit(READ)) {
+        self.ended = match poll_read_buf(io.as_mut(), cx, &mut (&mut self.input).limit(READ)) {
             Poll::Pending => return false,
             Poll::Ready(Ok(0)) => Some(Cow::Borrowed("the peer closed its end")),
             Poll::Ready(Ok(_)) => None,
@@ -512,37 +542,55 @@ impl Driver {
                 Some(Cow::Owned(format!("reading from the peer failed: {text}")))
             }
         };
+        self.filled = self.filled.max(self.input.len());
+        true
+    }
+
+    /// Reads a portion of the messages that are there.
+    fn work_off(&mut self) {
+        self.unread = true;
         let mut input = mem::take(&mut self.input);
-        self.filled = self.filled.max(input.len());
-        if end.is_none() {
-            self.heard += 1;
-            self.silence.probing = None;
-            self.silence.doomed = None;
+        let mut portion = PORTION;
+        while portion > 0 {
+            if let Some(mut batch) = self.incoming.take() {
+                if !batch.read(&mut portion, |incoming| self.take_in(incoming)) {
+                    self.incoming = Some(batch);
+                }
+                continue;
+            }
+            let piece = match &self.ended {
+                None => self.lines.decode(&mut input),
+                Some(_) => self.lines.decode_eof(&mut input),
+            };
             // The framing has no errors of its own.
-            while let Ok(Some(piece)) = self.lines.decode(&mut input) {
-                self.read(piece);
-            }
-        } else {
-            while let Ok(Some(piece)) = self.lines.decode_eof(&mut input) {
-                self.read(piece);
-            }
-            // What was noticed first says more.
-            self.end = self.draining.take().map(|(reason, _)| reason).or(end);
+            let Ok(Some(piece)) = piece else {
+                self.unread = false;
+                break;
+            };
+            portion -= 1;
+            self.read(piece);
         }
         self.input = input;
-        true
+    }
+
+    fn take_in(&mut self, incoming: Result<Incoming<'_>, Odd>) {
+        match incoming {
+            Ok(Incoming::Answer { id, answer }) => self.answer(id, answer),
+            Ok(Incoming::Request { id, method, params }) => self.request(id, method, params),
+            Ok(Incoming::Notification { method, params }) => {
+                self.notification(Notification::new(method, params.map(RawValue::to_owned)));
+            }
+            Err(odd) => self.ignore(&odd),
+        }
     }
 
     fn read(&mut self, piece: Piece) {
         match piece {
-            Piece::Line(line) => read_line(&line, |incoming| match incoming {
-                Ok(Incoming::Answer { id, answer }) => self.answer(id, answer),
-                Ok(Incoming::Request { id, method, params }) => self.request(id, method, params),
-                Ok(Incoming::Notification { method, params }) => {
-                    self.notification(Notification::new(method, params.map(RawValue::to_owned)));
-                }
+            Piece::Line(line) if Batch::is_one(&line) => match Batch::new(line) {
+                Ok(batch) => self.incoming = Some(batch),
                 Err(odd) => self.ignore(&odd),
-            }),
+            },
+            Piece::Line(line) => self.take_in(Incoming::of_line(&line)),
             Piece::TooLong => self.ignore(&"a line above the limit"),
             Piece::TooLongAnswer(id) => {
                 if let Some(exchange) = self.pending.remove(&id) {
@@ -721,7 +769,9 @@ impl Driver {
             self.exited = None;
             self.drain(Cow::Borrowed("the peer's process exited"));
         }
-        if let Some((reason, timer)) = &mut self.draining
+        // What has been read is in no pipe.
+        if !self.unread
+            && let Some((reason, timer)) = &mut self.draining
             && timer.as_mut().poll(cx).is_ready()
         {
             self.end.get_or_insert(mem::take(reason));
@@ -842,6 +892,9 @@ impl Future for Driver {
             }
             if !progress {
                 return Poll::Pending;
+            }
+            if this.unread {
+                break;
             }
         }
         cx.waker().wake_by_ref();

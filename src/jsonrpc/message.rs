@@ -1,10 +1,11 @@
 //! The messages: what we write, and what a line that we read says.
 
-use std::{borrow::Cow, collections::BTreeMap, fmt, io::Write, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, fmt, io::Write, str, sync::Arc};
 
+use bytes::BytesMut;
 use serde::{
     Deserialize, Deserializer, Serialize,
-    de::{DeserializeOwned, SeqAccess, Visitor},
+    de::{DeserializeOwned, IgnoredAny},
     ser::Error as _,
 };
 use serde_json::{Map, Value, value::RawValue};
@@ -332,6 +333,11 @@ fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> R
 const MAX_PEER_ID: usize = 1024;
 
 impl<'a> Incoming<'a> {
+    /// Reads a line that is one message.
+    pub(super) fn of_line(line: &'a [u8]) -> Result<Self, Odd> {
+        Self::parse(str::from_utf8(line).map_err(|_| Odd::NotUtf8)?)
+    }
+
     fn parse(json: &'a str) -> Result<Self, Odd> {
         // A derived struct would also be read from an array.
         if !json.trim_start().starts_with('{') {
@@ -395,55 +401,108 @@ fn server_error(json: &RawValue) -> ServerError {
     }
 }
 
-/// Reads a line: one message, or a batch of them, element by element.
-pub(super) fn read_line(line: &[u8], mut each: impl FnMut(Result<Incoming<'_>, Odd>)) {
-    let Ok(line) = std::str::from_utf8(line) else {
-        return each(Err(Odd::NotUtf8));
-    };
-    if !line.trim_start().starts_with('[') {
-        return each(Incoming::parse(line));
+/// A line that is an array: a batch of messages. It may be long, so that it is worked off in portions.
+pub(super) struct Batch {
+    text: String,
+    /// Where its first element begins, and the next one.
+    begin: usize,
+    at: usize,
+    /// Whether all of it was looked at: half a batch is none.
+    is_whole: bool,
+}
+
+impl Batch {
+    pub(super) fn is_one(line: &[u8]) -> bool {
+        line.iter().find(|byte| !is_blank(**byte)) == Some(&b'[')
     }
-    // Looked at as a whole first: half a batch is none.
-    if serde_json::from_str::<serde::de::IgnoredAny>(line).is_err() {
-        return each(Err(Odd::NotJson));
+
+    /// That line, as far as it begins as one.
+    pub(super) fn new(line: BytesMut) -> Result<Self, Odd> {
+        let text = String::from_utf8(line.into()).map_err(|_| Odd::NotUtf8)?;
+        let Some(begin) = text.find('[').map(|at| at + 1) else { return Err(Odd::NotJson) };
+        match text[begin..].trim_start_matches(BLANKS).strip_prefix(']') {
+            Some(rest) if rest.trim_start_matches(BLANKS).is_empty() => Err(Odd::EmptyBatch),
+            Some(_) => Err(Odd::NotJson),
+            None => Ok(Self { text, begin, at: begin, is_whole: false }),
+        }
     }
-    let mut empty = true;
-    let mut batch = serde_json::Deserializer::from_str(line);
-    let walked = batch.deserialize_seq(Elements(|element: &RawValue| {
-        empty = false;
-        each(Incoming::parse(element.get()));
-    }));
-    if walked.is_err() || empty {
-        each(Err(Odd::EmptyBatch));
+
+    /// Looks at no more elements than that, and hands on what they say; whether those were all.
+    pub(super) fn read(
+        &mut self,
+        portion: &mut usize,
+        mut each: impl FnMut(Result<Incoming<'_>, Odd>),
+    ) -> bool {
+        while *portion > 0 {
+            *portion -= 1;
+            let next = match self.is_whole {
+                false => element::<IgnoredAny>(&self.text, self.at).map(|(_, next)| next),
+                true => element::<&RawValue>(&self.text, self.at).map(|(message, next)| {
+                    each(Incoming::parse(message.get()));
+                    next
+                }),
+            };
+            match next {
+                Ok(Some(next)) => self.at = next,
+                Ok(None) if self.is_whole => return true,
+                Ok(None) => (self.at, self.is_whole) = (self.begin, true),
+                Err(odd) => {
+                    each(Err(odd));
+                    return true;
+                }
+            }
+        }
+        false
     }
 }
 
-/// Hands on the elements of an array one after the other, without collecting them.
-struct Elements<F>(F);
-
-impl<'de, F: FnMut(&'de RawValue)> Visitor<'de> for Elements<F> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an array")
+/// The element of an array that begins there, and where the next one does; `None` after the last.
+fn element<'a, T: Deserialize<'a>>(text: &'a str, at: usize) -> Result<(T, Option<usize>), Odd> {
+    let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter();
+    let Some(Ok(value)) = values.next() else { return Err(Odd::NotJson) };
+    let rest = text[at + values.byte_offset()..].trim_start_matches(BLANKS);
+    if let Some(rest) = rest.strip_prefix(',') {
+        return Ok((value, Some(text.len() - rest.len())));
     }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut elements: A) -> Result<(), A::Error> {
-        while let Some(element) = elements.next_element::<&'de RawValue>()? {
-            (self.0)(element);
-        }
-        Ok(())
+    match rest.strip_prefix(']') {
+        Some(rest) if rest.trim_start_matches(BLANKS).is_empty() => Ok((value, None)),
+        _ => Err(Odd::NotJson),
     }
+}
+
+/// What JSON allows between its tokens.
+const BLANKS: [char; 4] = [' ', '\t', '\r', '\n'];
+
+fn is_blank(byte: u8) -> bool {
+    BLANKS.contains(&char::from(byte))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Reads a line as the connection does, in portions of that many messages.
+    fn read_line(line: &[u8], portion: usize, mut each: impl FnMut(Result<Incoming<'_>, Odd>)) {
+        if !Batch::is_one(line) {
+            return each(Incoming::of_line(line));
+        }
+        match Batch::new(BytesMut::from(line)) {
+            Ok(mut batch) => while !batch.read(&mut portion.clone(), &mut each) {},
+            Err(odd) => each(Err(odd)),
+        }
+    }
+
     /// What a line says, in short.
     fn read(line: &str) -> Vec<String> {
+        let said = [1, 2, usize::MAX].map(|portion| read_in_portions(line, portion));
+        assert!(said.iter().all(|one| *one == said[0]), "{said:?}");
+        let [said, ..] = said;
+        said
+    }
+
+    fn read_in_portions(line: &str, portion: usize) -> Vec<String> {
         let mut said = Vec::new();
-        read_line(line.as_bytes(), |incoming| {
+        read_line(line.as_bytes(), portion, |incoming| {
             said.push(match incoming {
                 Ok(Incoming::Answer { id, answer: Ok(response) }) => format!("{id}={}", response.raw()),
                 Ok(Incoming::Answer { id, answer: Err(error) }) => {
@@ -505,13 +564,27 @@ mod tests {
             (r#"{"id":{"id":7},"result":1}"#, "ForeignId"),
             ("[]", "EmptyBatch"),
             ("[1,", "NotJson"),
+            ("[1", "NotJson"),
+            ("[1,]", "NotJson"),
+            ("[,1]", "NotJson"),
+            ("[1 1]", "NotJson"),
+            ("[1}", "NotJson"),
+            ("[1]]", "NotJson"),
+            ("[] 1", "NotJson"),
+            (" [ ] ", "EmptyBatch"),
+            ("\u{feff}[1]", "NotJson"),
+            ("\u{a0}[1]", "NotJson"),
+            (r#"[{"id":7,"result":1}"#, "NotJson"),
+            (r#"[{"id":7,"result":1}] {"id":8,"result":1}"#, "NotJson"),
             (r#"[{"id":7,"result":1}, garbage]"#, "NotJson"),
         ] {
             assert_eq!(read(line), [odd], "{line}");
         }
-        let mut odd = None;
-        read_line(b"{\"id\":7,\"result\":\"\xff\"}", |incoming| odd = incoming.err());
-        assert_eq!(odd, Some(Odd::NotUtf8));
+        for line in [&b"{\"id\":7,\"result\":\"\xff\"}"[..], b"[\"\xff\"]"] {
+            let mut odd = None;
+            read_line(line, 1, |incoming| odd = incoming.err());
+            assert_eq!(odd, Some(Odd::NotUtf8));
+        }
         let depth = if cfg!(miri) { 1_000 } else { 100_000 };
         let deep = "[".repeat(depth);
         assert_eq!(read(&deep), ["NotJson"]);
@@ -525,6 +598,8 @@ mod tests {
     fn a_batch_is_read_element_by_element() {
         let line = r#"[{"id":1,"result":[1]},[7,"m",null,null,null],{"method":"m"},3]"#;
         assert_eq!(read(line), ["1=[1]", "NotJson", "m", "NotJson"]);
+        let line = " [ 1e3 ,\t{\"id\":1,\"result\":\"ä\"},true,\"]\" , {\"id\":2,\"result\":2} ] ";
+        assert_eq!(read(line), ["NotJson", "1=\"ä\"", "NotJson", "NotJson", "2=2"]);
     }
 
     #[test]

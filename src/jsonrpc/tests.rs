@@ -872,6 +872,76 @@ async fn what_a_transport_buffers_is_flushed() {
     assert_eq!(call.await.unwrap_err().delivery(), Delivery::Ambiguous);
 }
 
+#[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many messages")]
+async fn a_long_batch_is_worked_off_in_portions_and_in_order() {
+    const MANY: u64 = 150_000;
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut one = start(&client, request("one")).await;
+    let mut two = start(&client, request("two")).await;
+    let mut three = start(&client, request("three")).await;
+    let nothing = "1,".repeat(MANY as usize);
+    // Its end and the end of the input are there at once.
+    wire.set(|state| {
+        let line = format!(r#"[{{"id":1,"result":1}},{nothing}{{"id":2,"result":2}}]"#);
+        state.input = format!("{line}\n{{\"id\":3,\"result\":3}}").into_bytes();
+        state.eof = true;
+    });
+    let (mut turns, mut most, mut before) = (0, 0, 0);
+    while client.closure().is_none() {
+        tokio::task::yield_now().await;
+        turns += 1;
+        most = most.max(client.ignored() - before);
+        before = client.ignored();
+        // Nothing behind it is read before it.
+        assert!(client.ignored() >= MANY || !two.is_woken() && !three.is_woken());
+    }
+    // The runtime looks for others after so many turns of one task, if that has more to do. The batch is looked at as a
+    // whole first.
+    assert!(turns > 6 && most <= 64 * 512, "{turns} {most}");
+    assert_eq!(client.ignored(), MANY);
+    for (call, result) in [(&mut one, "1"), (&mut two, "2"), (&mut three, "3")] {
+        assert_eq!(assert_ready_ok!(call.poll()).raw().get(), result);
+    }
+
+    // Half a batch is none, however long it is.
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let mut one = start(&client, request("one")).await;
+    wire.set(|state| {
+        state.input = format!("[{{\"id\":1,\"result\":1}},{nothing}\n").into_bytes();
+        state.eof = true;
+    });
+    while client.closure().is_none() {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!((failed(&mut one).delivery(), client.ignored()), (Delivery::Ambiguous, 1));
+}
+
+#[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many messages")]
+async fn a_peer_whose_batch_is_worked_off_is_not_silent_and_calls_end_in_time_meanwhile() {
+    let wire = Wire::open();
+    let client = judged(&wire);
+    let mut slow = start(&client, request("slow").within(SECOND)).await;
+    let line = format!("[{}1]", "1,".repeat(100_000));
+    wire.set(|state| {
+        state.input = format!("{line}\n").into_bytes();
+        state.room = 0;
+    });
+    // It has begun, and is not at its end.
+    while client.ignored() == 0 {
+        tokio::task::yield_now().await;
+    }
+    assert!(client.ignored() < 100_000);
+    advance(SECOND).await;
+    assert_eq!(assert_ready_err!(slow.poll()).delivery(), Delivery::Ambiguous);
+    advance(20 * SECOND).await;
+    settle().await;
+    assert_eq!((pings(&wire), client.closure().is_none()), (0, true));
+}
+
 // ----- notifications of ours
 
 #[tokio::test(start_paused = true)]
