@@ -441,6 +441,14 @@ impl CallError {
         Self::new(Cause::Answered(error), Scope::Call, Some(Delivery::Answered))
     }
 
+    /// Changes the message of the server's own error, if it is one.
+    pub(crate) fn reword(mut self, reword: impl FnOnce(&mut ServerError)) -> Self {
+        if let Cause::Answered(error) = &mut self.0.cause {
+            reword(error);
+        }
+        self
+    }
+
     pub(crate) fn caused_by(mut self, error: impl Into<BoxError>) -> Self {
         self.0.source = Some(error.into());
         self

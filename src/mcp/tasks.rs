@@ -184,6 +184,28 @@ impl Task {
         self.interval.unwrap_or(INTERVAL).clamp(MIN_INTERVAL, MAX_INTERVAL)
     }
 
+    /// Calls the server about this task. What it says if it refuses does not name the task.
+    async fn ask(
+        &self,
+        stack: &impl Client,
+        method: &'static str,
+        deadline: Deadline,
+    ) -> Result<Response, CallError> {
+        let answer = stack.send(self.request(method, deadline)?).await;
+        answer.map_err(|error| error.reword(|error| self.hide(error)))
+    }
+
+    /// Takes this task's id out of the words of the server.
+    fn hide(&self, error: &mut ServerError) {
+        let quoted = Value::from(self.id()).to_string();
+        let quoted = quoted.trim_matches('"');
+        for id in [self.id(), quoted] {
+            if !id.is_empty() && error.message.contains(id) {
+                error.message = error.message.replace(id, "..");
+            }
+        }
+    }
+
     /// A call about this task.
     fn request(&self, method: &'static str, deadline: Deadline) -> Result<Request, CallError> {
         let request = Request::new(method, json!({ "taskId": self.id })).map_err(CallError::not_sent)?;
@@ -466,7 +488,7 @@ pub fn get(
 ) -> impl Future<Output = Result<Task, CallError>> + Send {
     let mut task = task.clone();
     async move {
-        let response = stack.send(task.request(GET, deadline)?).await?;
+        let response = task.ask(stack, GET, deadline).await?;
         let seen = Seen::of(&response);
         match seen.and_then(|seen| task.see(&seen)) {
             Some(_) => Ok(task),
@@ -492,7 +514,7 @@ pub fn cancel(
 ) -> impl Future<Output = Result<Task, CallError>> + Send {
     let deadline = stack.resolve(deadline);
     async move {
-        match stack.send(task.request(CANCEL, deadline)?).await {
+        match task.ask(stack, CANCEL, deadline).await {
             Ok(response) => {
                 let mut task = task.clone();
                 match Seen::of(&response).and_then(|seen| task.see(&seen)) {
@@ -628,18 +650,18 @@ async fn read(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resul
                 Ok(response) => Ok(Some(response)),
                 Err(_) => Err(Failed::ended(task, Reason::ResultLost, None)),
             },
-            (None, Some(error)) => Err(Failed::Ended(Box::new(Ended::Answered(own_error(&error))))),
+            (None, Some(error)) => {
+                let mut error = own_error(&error);
+                task.hide(&mut error);
+                Err(Failed::Ended(Box::new(Ended::Answered(error))))
+            }
             (None, None) => fetch(stack, task, deadline).await.map(Some),
         },
     }
 }
 
 async fn look(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<(Seen, Response), Failed> {
-    let response = match task.request(GET, deadline) {
-        Ok(request) => stack.send(request).await,
-        Err(error) => Err(error),
-    };
-    let response = response.map_err(|error| Failed::of(task, error))?;
+    let response = task.ask(stack, GET, deadline).await.map_err(|error| Failed::of(task, error))?;
     let seen = Seen::of(&response).ok_or(Failed::Again(None))?;
     task.see(&seen).ok_or(Failed::Again(None))?;
     Ok((seen, response))
@@ -650,11 +672,8 @@ async fn look(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resul
 /// It is answered with exactly what the call would have been, and that includes an error. Whether one is the
 /// tool's own, or says that there is no such task, shows in the status.
 async fn fetch(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<Response, Failed> {
-    let error = match task.request(RESULT, deadline) {
-        Ok(request) => match stack.send(request).await {
-            Ok(response) => return Ok(response),
-            Err(error) => error,
-        },
+    let error = match task.ask(stack, RESULT, deadline).await {
+        Ok(response) => return Ok(response),
         Err(error) => error,
     };
     let Some(answer) = error.answer() else {

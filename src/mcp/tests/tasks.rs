@@ -587,6 +587,90 @@ async fn a_cancellation_that_is_refused_or_lost_is_settled_by_reading_the_task()
     }
 }
 
+/// What servers say of a task often names it, and whoever knows a task's id may read its result.
+#[tokio::test(start_paused = true)]
+async fn the_id_of_a_task_is_in_no_text_of_an_error_whatever_the_server_says() {
+    let texts = |error: &CallError| {
+        let mut texts = format!("{error} {error:?}");
+        let mut source = std::error::Error::source(error);
+        while let Some(inner) = source {
+            texts += &format!(" {inner} {inner:?}");
+            source = inner.source();
+        }
+        texts
+    };
+    for id in ["hunter2", "hun\"ter2"] {
+        let error = |code: i64, asked: &Value| {
+            let message = format!("Task not found: {id} ({})", json!({ "id": id }));
+            let error = json!({ "code": code, "message": message, "data": { "id": id } });
+            json!({ "jsonrpc": "2.0", "id": asked["id"], "error": error })
+        };
+        let named = |answer: Value| {
+            serde_json::from_str::<Value>(&answer.to_string().replace("t-1", &id.replace('"', "\\\""))).unwrap()
+        };
+        // The task is gone, or cannot be read for long, or has failed.
+        for (method, code, times) in
+            [("tasks/get", -32602, 1), ("tasks/get", -32603, 5), ("tasks/result", -32000, 1)]
+        {
+            let mut lab = Lab::new();
+            let (stack, _) = stack(&lab);
+            let running = run(&stack, call().within(MINUTE * 10));
+            let mut server = next(&mut lab, V2025_11_25).await;
+            let asked = server.wanted("tools/call").await;
+            server.answer(&asked, named(created(V2025_11_25, json!(100)))).await;
+            let failed = named(status(V2025_11_25, "failed", json!(100)));
+            if method == "tasks/result" {
+                let asked = server.wanted("tasks/get").await;
+                server.answer(&asked, failed.clone()).await;
+            }
+            for _ in 0..times {
+                let asked = server.wanted(method).await;
+                assert_eq!(asked["params"]["taskId"], id);
+                server.write(error(code, &asked)).await;
+            }
+            if method == "tasks/result" {
+                let asked = server.wanted("tasks/get").await;
+                server.answer(&asked, failed).await;
+            }
+            let error = running.await.unwrap().unwrap_err();
+            let texts = texts(&error);
+            assert!(!texts.contains("hun"), "{texts}");
+            // All else is told.
+            assert!(texts.contains("Task not found: .. "), "{texts}");
+        }
+        // The task of 2026-07-28 that has failed says so in its status.
+        let mut lab = Lab::new();
+        let (stack, _) = stack(&lab);
+        let running = run(&stack, call());
+        let mut server = next(&mut lab, V2026_07_28).await;
+        let asked = server.wanted("tools/call").await;
+        server.answer(&asked, named(created(V2026_07_28, json!(100)))).await;
+        let asked = server.wanted("tasks/get").await;
+        let mut failed = named(status(V2026_07_28, "failed", json!(100)));
+        failed["error"] = error(-32000, &asked)["error"].clone();
+        server.answer(&asked, failed).await;
+        let failed = running.await.unwrap().unwrap_err();
+        assert!(!texts(&failed).contains("hun"), "{failed}");
+
+        // Whoever asks for it by itself.
+        let task = Task::new(id);
+        let asking = {
+            let (stack, task) = (stack.clone(), task.clone());
+            tokio::spawn(async move { tasks::get(&*stack, &task, Deadline::Inherit).await })
+        };
+        let asked = server.wanted("tasks/get").await;
+        server.write(error(-32602, &asked)).await;
+        let refused = asking.await.unwrap().unwrap_err();
+        assert!(!texts(&refused).contains("hun"), "{refused}");
+        assert_eq!(refused.answer().unwrap().data, Some(json!({ "id": id })));
+        let asking = tokio::spawn(async move { tasks::cancel(&*stack, &task, Deadline::Inherit).await });
+        let asked = server.wanted("tasks/cancel").await;
+        server.write(error(-32603, &asked)).await;
+        let refused = asking.await.unwrap().unwrap_err();
+        assert!(!texts(&refused).contains("hun"), "{refused}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_write_whose_wait_is_dropped_is_reported_as_abandoned() {
     let mut lab = Lab::new();
