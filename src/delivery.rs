@@ -141,6 +141,9 @@ pub enum Refusal {
     /// The call asks for a page of a list by a cursor that another session handed out. Begin again with the
     /// first page.
     CursorOfAnotherSession,
+    /// The call is about something that only one connection has, such as a task as [`mcp::tasks`](crate::mcp::tasks)
+    /// saw it there, and that connection is gone. This attempt was not sent.
+    AnotherConnection,
     /// The call was taken for harmless by a trusted annotation of the server, and on this connection the
     /// server says otherwise. This attempt was not sent; if an earlier one was, the outcome is
     /// [`Unknown`](crate::Outcome::Unknown). A new call is judged anew.
@@ -168,6 +171,7 @@ impl fmt::Display for Refusal {
                 )
             }
             Refusal::Ledger => f.write_str("the ledger cannot enter the write"),
+            Refusal::AnotherConnection => f.write_str("it is for a connection that is gone"),
             Refusal::CursorOfAnotherSession => {
                 f.write_str("the cursor is of another session; begin again with the first page")
             }

@@ -466,12 +466,12 @@ async fn nothing_of_a_server_is_in_the_text_of_an_error() {
 fn tasks_server(log: &Log, dir: &tempfile::TempDir, modern: bool, keep: &str) -> mcp::Stdio {
     let (created, done) = match modern {
         true => (
-            r#"{"resultType":"task","taskId":"7","status":"working","ttlMs":null,"pollIntervalMs":100}"#,
-            r#"{"resultType":"complete","taskId":"7","status":"completed","result":{"content":[],"n":1}}"#,
+            r#"{"resultType":"task","taskId":"7","status":"working","ttlMs":null,"pollIntervalMs":100,"createdAt":"2026-11-30T00:00:00Z"}"#,
+            r#"{"resultType":"complete","taskId":"7","status":"completed","createdAt":"2026-11-30T00:00:00Z","result":{"content":[],"n":1}}"#,
         ),
         false => (
-            r#"{"task":{"taskId":"7","status":"working","ttl":60000,"pollInterval":100}}"#,
-            r#"{"taskId":"7","status":"completed","ttl":60000}"#,
+            r#"{"task":{"taskId":"7","status":"working","ttl":60000,"pollInterval":100,"createdAt":"2026-11-30T00:00:00Z"}}"#,
+            r#"{"taskId":"7","status":"completed","ttl":60000,"createdAt":"2026-11-30T00:00:00Z"}"#,
         ),
     };
     let before = if modern { MODERN } else { "" };

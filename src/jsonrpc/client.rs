@@ -53,6 +53,8 @@ struct Handle {
 
 /// What all clones share with the connection's task.
 pub(super) struct Shared {
+    /// The connection's own, among all of the process.
+    pub(super) number: u64,
     state: Mutex<State>,
     is_closed: AtomicBool,
     closed: watch::Sender<Option<Closure>>,
@@ -260,6 +262,10 @@ impl Client {
         {
             return ResponseFuture::not_sent(closure, request);
         }
+        if request.route().is_some_and(|route| !route.permits(shared.number)) {
+            let error = CallError::refused(Refusal::AnotherConnection);
+            return ResponseFuture::failed(error, &request);
+        }
         if request.context().activity().is_some_and(|activity| !activity.adopt()) {
             let error = named(CallError::attempt_timeout(Delivery::NotSent), &request);
             return ResponseFuture(Phase::Failed(error.with_request(request)));
@@ -410,7 +416,9 @@ impl Drop for Handle {
 
 impl Shared {
     pub(super) fn new(wrong: Option<&'static str>, builder: &Builder, process: Option<&Process>) -> Self {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
         Self {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             state: Mutex::default(),
             is_closed: AtomicBool::new(false),
             closed: watch::Sender::new(None),

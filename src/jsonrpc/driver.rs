@@ -423,6 +423,9 @@ impl Driver {
         let start = self.out.bytes.len();
         let id = exchange.answered.then(|| self.next_id());
         exchange.set_id(id.unwrap_or(0));
+        if let Some(route) = exchange.request.route() {
+            route.taken_by(self.shared.number);
+        }
         exchange.request.write(id, &mut self.out.bytes);
         self.out.marks.push_back(Mark { start, end: self.out.bytes.len(), exchange, entered: false });
     }

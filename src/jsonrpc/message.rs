@@ -10,6 +10,7 @@ use serde::{
 };
 use serde_json::{Map, Value, value::RawValue};
 
+use super::route::Route;
 use crate::{Call, CallContext, Deadline, Effect, ServerError};
 
 /// MCP's stream of notifications, whose answer comes when it ends.
@@ -28,11 +29,18 @@ pub(super) const LISTEN: &str = "subscriptions/listen";
 /// assert_eq!((call.method(), call.effect()), ("orders/get", Effect::ReadOnly));
 /// # Ok::<_, serde_json::Error>(())
 /// ```
-#[derive(Clone)]
 pub struct Request {
     method: Cow<'static, str>,
     params: Option<Arc<RawValue>>,
     context: CallContext,
+    route: Option<Arc<Route>>,
+}
+
+impl Clone for Request {
+    fn clone(&self) -> Self {
+        let (method, params, context) = (self.method.clone(), self.params.clone(), self.context.clone());
+        Self { method, params, context, route: None }
+    }
 }
 
 impl Request {
@@ -64,7 +72,7 @@ impl Request {
         if method == LISTEN {
             context.set_deadline(Deadline::Never);
         }
-        Ok(Self { method, params, context })
+        Ok(Self { method, params, context, route: None })
     }
 
     /// MCP's `tools/call` of that tool. Arguments that are no object are none.
@@ -108,7 +116,18 @@ impl Request {
 
     /// The same request for another attempt of the same call.
     pub(crate) fn for_attempt(&self) -> Self {
-        Self { method: self.method.clone(), params: self.params.clone(), context: self.context.for_attempt() }
+        let (method, params, context) =
+            (self.method.clone(), self.params.clone(), self.context.for_attempt());
+        Self { method, params, context, route: self.route.clone() }
+    }
+
+    /// Sends the call's attempts that way, and notes there where they went.
+    pub(crate) fn set_route(&mut self, route: Arc<Route>) {
+        self.route = Some(route);
+    }
+
+    pub(super) fn route(&self) -> Option<&Route> {
+        self.route.as_deref()
     }
 
     /// The parameters, to be kept.

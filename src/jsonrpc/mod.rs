@@ -37,6 +37,7 @@ mod exchange;
 mod frame;
 mod handler;
 mod message;
+mod route;
 #[cfg(test)]
 mod tests;
 
@@ -56,3 +57,4 @@ pub(crate) use handler::AnyHandler;
 pub use handler::{Handler, Notification, ServerRequest};
 pub(crate) use message::own_id;
 pub use message::{Request, Response};
+pub(crate) use route::Route;

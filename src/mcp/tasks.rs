@@ -42,6 +42,7 @@
 //! | it is lost afterwards | nothing: the task is read over the next connection |
 //! | the tool fails, or says `isError` | that answer |
 //! | the deadline passes, or the task cannot be read for long | unknown; the task [goes on](Unfinished::goes_on), and the error [has](Unfinished::of) its id |
+//! | over another connection the server has another task by that id, or one that cannot be told from another | unknown ([`Reason::Replaced`]): the tool may have done its work |
 //! | the server has no such task: it was started again and keeps none, or the task's time is over | unknown ([`Reason::Forgotten`]): the tool may have done its work |
 //! | somebody cancels the task | unknown ([`Reason::Cancelled`]): the tool may have done a part of it |
 //! | the task wants something of the user | [`Reason::InputRequired`] |
@@ -58,9 +59,19 @@
 //! look. A status that cannot be read (the stack has retried it by then) is asked for again at growing
 //! intervals, at most 5 times in a row.
 //!
+//! # Which task it is
+//!
+//! An id is unique among the tasks that a server has. One that was started again may give it to another call's task, so
+//! that over another connection a task is known by its id and by when it was created (`createdAt`, which every status
+//! has). One that the server keeps over its end is gone on with. One that was created at another time is another one:
+//! its result is nobody's here, and it is not cancelled. Where a server leaves the time out, a task of another
+//! connection cannot be told from another, and counts as one. Over the same connection the id is enough.
+//!
+//! Whoever keeps a task's id beyond this process keeps [`Task::created_at`] with it.
+//!
 //! To know the id before the wait, so that it survives this process too, use [`start`] and [`resume`].
 
-use std::{borrow::Cow, collections::BTreeMap, fmt, future::Future, time::Duration};
+use std::{borrow::Cow, collections::BTreeMap, fmt, future::Future, sync::Arc, time::Duration};
 
 use serde::{Deserialize, de::IgnoredAny};
 use serde_json::{Value, json, value::RawValue};
@@ -70,9 +81,9 @@ use tower::Service;
 use super::rules::strength;
 use crate::{
     Basis, BoxError, Call, CallContext, CallError, CallId, Cause, Deadline, Delivery, Effect, Evidence,
-    ServerError, Stack,
+    Refusal, ServerError, Stack,
     event::{CallReport, DoubtReport, Event},
-    jsonrpc::{Request, Response},
+    jsonrpc::{Request, Response, Route},
 };
 
 /// The name of the extension of 2026-07-28, for the client's
@@ -91,6 +102,8 @@ const MIN_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
 /// How many reads in a row may fail.
 const MAX_FAILURES: u32 = 5;
+/// How long a text may be that says when a task was created.
+const MAX_CREATED: usize = 128;
 /// How long before the deadline the last look is.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
@@ -137,6 +150,11 @@ impl Status {
 #[derive(Clone)]
 pub struct Task {
     id: String,
+    /// When the server says that it was created, in its own words.
+    created: Option<String>,
+    /// Whether it has been seen, and over which connection it was last.
+    seen: bool,
+    over: Option<u64>,
     status: Status,
     interval: Option<Duration>,
     /// What the call that became it was taken for.
@@ -147,15 +165,35 @@ pub struct Task {
 
 impl Task {
     /// The task with that id, which somebody kept. It is taken for a write's.
+    ///
+    /// Without the time of its [creation](Self::created) it is the one that the server has by that id when it is first
+    /// asked: that may be another one if the server was started again meanwhile.
     pub fn new(id: impl Into<String>) -> Self {
         let call = CallContext::new().assign_id();
-        let (effect, basis) = (Effect::Write, Basis::Default);
-        Self { id: id.into(), status: Status::Working, interval: None, effect, basis, call }
+        Self::of_call(id.into(), Effect::Write, Basis::Default, call)
+    }
+
+    fn of_call(id: String, effect: Effect, basis: Basis, call: CallId) -> Self {
+        let (status, interval) = (Status::Working, None);
+        Self { id, created: None, seen: false, over: None, status, interval, effect, basis, call }
+    }
+
+    /// Says when the task was created, as [`created_at`](Self::created_at) said it of the task whose id was kept: one
+    /// of that id that was created at another time is another task.
+    #[must_use]
+    pub fn created(mut self, at: impl Into<String>) -> Self {
+        self.created = Some(at.into());
+        self
     }
 
     /// The id that the server gave it.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// When it was created, in the words of the server, if it has said so.
+    pub fn created_at(&self) -> Option<&str> {
+        self.created.as_deref()
     }
 
     /// How far it was.
@@ -173,26 +211,63 @@ impl Task {
         self.effect
     }
 
-    /// What the server now says of it; `None` if that is no status.
-    fn see(&mut self, seen: &Seen) -> Option<Status> {
+    /// What the server now says of it, over that connection, if that is a status of this task.
+    fn see(&mut self, seen: &Seen, over: Option<u64>) -> Result<(), Unseen> {
+        let status = seen.status.as_deref().and_then(Status::parse).ok_or(Unseen::Malformed)?;
+        if !self.is_it(seen, over) {
+            return Err(Unseen::Replaced);
+        }
+        self.meet(seen, over);
         self.interval = seen.interval().or(self.interval);
-        self.status = Status::parse(seen.status.as_deref()?)?;
-        Some(self.status)
+        self.status = status;
+        Ok(())
+    }
+
+    /// Whether what the server speaks of is this task, and not another one that has its id by now.
+    fn is_it(&self, seen: &Seen, over: Option<u64>) -> bool {
+        match (self.created_at(), seen.created()) {
+            (Some(known), Some(now)) => known == now,
+            // Nothing is known of it but the id that somebody kept.
+            (None, _) if !self.seen => true,
+            // One process has one task by an id.
+            _ => over.is_some() && over == self.over,
+        }
+    }
+
+    fn meet(&mut self, seen: &Seen, over: Option<u64>) {
+        self.created = self.created.take().or_else(|| seen.created().map(str::to_owned));
+        (self.seen, self.over) = (true, over);
+    }
+
+    /// Whether it has to be looked for before anything is done about it, since its id may be another's.
+    fn is_only_heard_of(&self) -> bool {
+        !self.seen && self.created.is_some()
+    }
+
+    /// Over the connection alone where the task was last seen: on another one the id may be another task's.
+    fn there(&self) -> Arc<Route> {
+        Route::only(self.over)
     }
 
     fn wait(&self) -> Duration {
         self.interval.unwrap_or(INTERVAL).clamp(MIN_INTERVAL, MAX_INTERVAL)
     }
 
-    /// Calls the server about this task. What it says if it refuses does not name the task.
+    /// Calls the server about this task; what it says, and over which connection. Its words if it refuses do not name
+    /// the task.
     async fn ask(
         &self,
         stack: &impl Client,
         method: &'static str,
+        route: Arc<Route>,
         deadline: Deadline,
-    ) -> Result<Response, CallError> {
-        let answer = stack.send(self.request(method, deadline)?).await;
-        answer.map_err(|error| error.reword(|error| self.hide(error)))
+    ) -> Result<(Response, Option<u64>), CallError> {
+        let mut request = self.request(method, deadline)?;
+        request.set_route(Arc::clone(&route));
+        match stack.send(request).await {
+            Ok(response) => Ok((response, route.connection())),
+            Err(error) => Err(error.reword(|error| self.hide(error))),
+        }
     }
 
     /// Takes this task's id out of the words of the server.
@@ -267,6 +342,9 @@ pub enum Reason {
     Cancelled,
     /// The server has no such task: it was started again and keeps none, or the task's time to live is over.
     Forgotten,
+    /// The server has a task by that id that was created at another time, or, over another connection than the one
+    /// where this task was seen, one of which it does not say when: the id is another call's by now, or may be.
+    Replaced,
     /// The task has ended, and the server has no result of it, or one that is too large.
     ResultLost,
 }
@@ -279,6 +357,7 @@ impl fmt::Display for Reason {
             Reason::Unread => "the task could not be read, and may go on",
             Reason::Cancelled => "the task was cancelled",
             Reason::Forgotten => "the server does not know the task any more",
+            Reason::Replaced => "the server may have given the task's id to another one",
             Reason::ResultLost => "the task has ended, and its result cannot be had",
         })
     }
@@ -415,6 +494,8 @@ pub fn start(
     mut request: Request,
 ) -> impl Future<Output = Result<Started, CallError>> + Send {
     let call = request.context_mut().assign_id();
+    let route = Route::any();
+    request.set_route(Arc::clone(&route));
     async move {
         // What is known of the tool may change while the call waits to be sent: the stronger word counts.
         let asked = request.clone();
@@ -425,8 +506,10 @@ pub fn start(
             Some((id, seen)) => {
                 let after = stack.judge(&asked);
                 let (effect, basis) = if strength(after.0) > strength(before.0) { after } else { before };
-                let mut task = Task { id, status: Status::Working, interval: None, effect, basis, call };
-                task.see(&seen);
+                let mut task = Task::of_call(id, effect, basis, call);
+                task.meet(&seen, route.connection());
+                // A task without a status is one.
+                let _ = task.see(&seen, route.connection());
                 Started::Task(task)
             }
         })
@@ -480,7 +563,7 @@ pub fn result(
 ///
 /// # Errors
 ///
-/// Those of the call `tasks/get`.
+/// Those of the call `tasks/get`; and, with [`Reason::Replaced`], that the server has another task by that id.
 pub fn get(
     stack: &impl Client,
     task: &Task,
@@ -488,11 +571,9 @@ pub fn get(
 ) -> impl Future<Output = Result<Task, CallError>> + Send {
     let mut task = task.clone();
     async move {
-        let response = task.ask(stack, GET, deadline).await?;
-        let seen = Seen::of(&response);
-        match seen.and_then(|seen| task.see(&seen)) {
-            Some(_) => Ok(task),
-            None => Err(CallError::answered(Malformed).of_call(GET, Effect::ReadOnly).with_attempt(None)),
+        match look(stack, &mut task, deadline).await {
+            Ok(_) => Ok(task),
+            Err(unseen) => Err(unseen.error(task)),
         }
     }
 }
@@ -504,33 +585,59 @@ pub fn get(
 /// cancelled, as it must if it has ended (be it by an earlier copy of this call), and where the connection is
 /// lost, the task is read: if it has ended, that is the answer, else the call's own error.
 ///
+/// It goes over the connection on which the task was last seen. If that is gone the task is read over the next one
+/// first, so that another one that has its id by now is not cancelled in its place.
+///
 /// # Errors
 ///
-/// Those of the call.
+/// Those of the call; and, as not done, that the server has another task by that id ([`Reason::Replaced`]).
 pub fn cancel(
     stack: &impl Client,
     task: &Task,
     deadline: Deadline,
 ) -> impl Future<Output = Result<Task, CallError>> + Send {
     let deadline = stack.resolve(deadline);
+    let mut task = task.clone();
     async move {
-        match task.ask(stack, CANCEL, deadline).await {
-            Ok(response) => {
-                let mut task = task.clone();
-                match Seen::of(&response).and_then(|seen| task.see(&seen)) {
-                    Some(_) => Ok(task),
-                    // 2026-07-28: nothing but "understood".
-                    None => get(stack, &task, deadline).await,
+        let mut looks = 0;
+        let mut is_known = !task.is_only_heard_of();
+        let error = loop {
+            if !std::mem::replace(&mut is_known, true) {
+                match look(stack, &mut task, deadline).await {
+                    Ok(_) if task.status.is_terminal() => return Ok(task),
+                    Ok(_) => {}
+                    Err(unseen) => {
+                        let error = CallError::not_sent(unseen.source(task));
+                        return Err(error.of_call(CANCEL, Effect::Idempotent).with_attempt(None));
+                    }
                 }
             }
-            Err(error) if code(&error) == Some(INVALID_PARAMS) || error.may_have_landed() => {
-                match get(stack, task, deadline).await {
-                    Ok(task) if task.status.is_terminal() => Ok(task),
-                    _ => Err(error),
+            match task.ask(stack, CANCEL, task.there(), deadline).await {
+                Ok((response, over)) => {
+                    let unseen = match Seen::of(&response) {
+                        Some(seen) => task.see(&seen, over),
+                        None => Err(Unseen::Malformed),
+                    };
+                    return match unseen {
+                        Ok(()) => Ok(task),
+                        // 2026-07-28: nothing but "understood".
+                        Err(Unseen::Malformed) => get(stack, &task, deadline).await,
+                        Err(unseen) => Err(unseen.error(task)),
+                    };
                 }
+                Err(error) if is_elsewhere(&error) && !error.may_have_landed() && looks < MAX_FAILURES => {
+                    (looks, is_known) = (looks + 1, false);
+                }
+                Err(error) => break error,
             }
-            Err(error) => Err(error),
+        };
+        if code(&error) == Some(INVALID_PARAMS) || error.may_have_landed() {
+            match get(stack, &task, deadline).await {
+                Ok(task) if task.status.is_terminal() => return Ok(task),
+                _ => {}
+            }
         }
+        Err(error)
     }
 }
 
@@ -542,6 +649,36 @@ enum Failed {
     Ended(Box<Ended>),
     /// Perhaps not the next time; without an error if the answer made no sense.
     Again(Option<CallError>),
+}
+
+/// Why a task's status is not known.
+enum Unseen {
+    Failed(CallError),
+    Malformed,
+    Replaced,
+}
+
+impl Unseen {
+    /// The error of the call that read it.
+    fn error(self, task: Task) -> CallError {
+        match self {
+            Unseen::Failed(error) => error,
+            unseen => {
+                let error = CallError::answered(unseen.source(task));
+                error.of_call(GET, Effect::ReadOnly).with_attempt(None)
+            }
+        }
+    }
+
+    fn source(self, task: Task) -> BoxError {
+        match self {
+            Unseen::Failed(error) => error.into(),
+            Unseen::Malformed => Malformed.into(),
+            Unseen::Replaced => {
+                Unfinished { task, reason: Reason::Replaced, answer: None, last: None }.into()
+            }
+        }
+    }
 }
 
 /// How a task ended without a result.
@@ -560,6 +697,14 @@ impl Ended {
 impl Failed {
     fn ended(task: &Task, reason: Reason, last: Option<CallError>) -> Self {
         Failed::Ended(Box::new(Ended::new(task.clone(), reason, last)))
+    }
+
+    fn unseen(task: &Task, unseen: Unseen) -> Self {
+        match unseen {
+            Unseen::Failed(error) => Failed::of(task, error),
+            Unseen::Malformed => Failed::Again(None),
+            Unseen::Replaced => Failed::ended(task, Reason::Replaced, None),
+        }
     }
 
     /// What follows from the failed read of a task.
@@ -583,6 +728,11 @@ impl Failed {
 /// The last of several failed reads.
 fn given_up(task: Task, error: Option<CallError>) -> Ended {
     Ended::new(task, Reason::Unread, error)
+}
+
+/// Whether the connection is gone over which alone it was to be asked.
+fn is_elsewhere(error: &CallError) -> bool {
+    matches!(error.cause(), Cause::Refused(Refusal::AnotherConnection))
 }
 
 fn code(error: &CallError) -> Option<i64> {
@@ -635,7 +785,8 @@ async fn wait(
 
 /// Looks how far the task is, and fetches the result if it is there; `None` if the tool works on.
 async fn read(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<Option<Response>, Failed> {
-    let (seen, answer) = look(stack, task, deadline).await?;
+    let looked = look(stack, task, deadline).await;
+    let (seen, answer) = looked.map_err(|unseen| Failed::unseen(task, unseen))?;
     match task.status {
         Status::Working => Ok(None),
         Status::InputRequired => Err(Failed::Ended(Box::new(Ended::Unfinished(Unfinished {
@@ -660,10 +811,11 @@ async fn read(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resul
     }
 }
 
-async fn look(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<(Seen, Response), Failed> {
-    let response = task.ask(stack, GET, deadline).await.map_err(|error| Failed::of(task, error))?;
-    let seen = Seen::of(&response).ok_or(Failed::Again(None))?;
-    task.see(&seen).ok_or(Failed::Again(None))?;
+/// Looks how far the task is.
+async fn look(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<(Seen, Response), Unseen> {
+    let (response, over) = task.ask(stack, GET, Route::any(), deadline).await.map_err(Unseen::Failed)?;
+    let seen = Seen::of(&response).ok_or(Unseen::Malformed)?;
+    task.see(&seen, over)?;
     Ok((seen, response))
 }
 
@@ -671,10 +823,23 @@ async fn look(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resul
 ///
 /// It is answered with exactly what the call would have been, and that includes an error. Whether one is the
 /// tool's own, or says that there is no such task, shows in the status.
+///
+/// It does not say whose result it is, so that it is asked for only where the task was last seen.
 async fn fetch(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Result<Response, Failed> {
-    let error = match task.ask(stack, RESULT, deadline).await {
-        Ok(response) => return Ok(response),
-        Err(error) => error,
+    let mut looks = 0;
+    let mut is_known = !task.is_only_heard_of();
+    let error = loop {
+        if !is_known {
+            look(stack, task, deadline).await.map_err(|unseen| Failed::unseen(task, unseen))?;
+        }
+        match task.ask(stack, RESULT, task.there(), deadline).await {
+            Ok((response, _)) => return Ok(response),
+            Err(error) if is_elsewhere(&error) && looks == MAX_FAILURES => {
+                return Err(Failed::Again(Some(error)));
+            }
+            Err(error) if is_elsewhere(&error) => (looks, is_known) = (looks + 1, false),
+            Err(error) => break error,
+        }
     };
     let Some(answer) = error.answer() else {
         return Err(match error.cause() {
@@ -685,7 +850,7 @@ async fn fetch(stack: &impl Client, task: &mut Task, deadline: Deadline) -> Resu
     if answer.code == METHOD_NOT_FOUND {
         return Err(Failed::ended(task, Reason::ResultLost, Some(error)));
     }
-    look(stack, task, deadline).await?;
+    look(stack, task, deadline).await.map_err(|unseen| Failed::unseen(task, unseen))?;
     Err(match task.status {
         Status::Failed => Failed::Ended(Box::new(Ended::Answered(answer.clone()))),
         Status::Cancelled => Failed::ended(task, Reason::Cancelled, Some(error)),
@@ -768,6 +933,8 @@ struct Malformed;
 #[serde(rename_all = "camelCase")]
 struct Seen {
     status: Option<String>,
+    /// A text, if the server means well.
+    created_at: Option<Value>,
     /// Numbers, if the server means well.
     poll_interval: Option<Value>,
     poll_interval_ms: Option<Value>,
@@ -779,6 +946,10 @@ struct Seen {
 impl Seen {
     fn of(response: &Response) -> Option<Self> {
         response.parse().ok()
+    }
+
+    fn created(&self) -> Option<&str> {
+        self.created_at.as_ref()?.as_str().filter(|at| at.len() <= MAX_CREATED)
     }
 
     fn interval(&self) -> Option<Duration> {

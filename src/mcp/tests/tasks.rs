@@ -10,6 +10,7 @@ use crate::{
 };
 
 const ERAS: [ProtocolVersion; 2] = [V2025_11_25, V2026_07_28];
+const CREATED: &str = "2026-11-30T00:00:00Z";
 const MINUTE: Duration = Duration::from_secs(60);
 
 type Connector = BoxCloneService<(), Connection, BoxError>;
@@ -67,10 +68,12 @@ async fn next(lab: &mut Lab, version: ProtocolVersion) -> Server {
 
 fn status(version: ProtocolVersion, status: &str, interval: Value) -> Value {
     match version.has_handshake() {
-        true => json!({ "taskId": "t-1", "status": status, "ttl": 3_600_000, "pollInterval": interval }),
+        true => json!({
+            "taskId": "t-1", "status": status, "ttl": 3_600_000, "pollInterval": interval, "createdAt": CREATED,
+        }),
         false => json!({
             "resultType": "complete", "taskId": "t-1", "status": status, "ttlMs": null,
-            "pollIntervalMs": interval,
+            "pollIntervalMs": interval, "createdAt": CREATED,
         }),
     }
 }
@@ -260,9 +263,189 @@ async fn the_result_too_is_asked_for_again_over_the_next_connection() {
     server.wanted("tasks/result").await;
     drop(server);
     let mut server = next(&mut lab, V2025_11_25).await;
-    let asked = server.wanted("tasks/result").await;
-    server.answer(&asked, result()).await;
+    // It is still that task's.
+    server.completes(V2025_11_25, result()).await;
     assert_eq!(ok(running).await, result());
+}
+
+/// A status as another process may tell it: of a task that was created at another time, or at none that it says.
+fn of_another(mut status: Value, created: &Value) -> Value {
+    let task = match status.get_mut("task") {
+        Some(task) => task,
+        None => &mut status,
+    };
+    match created {
+        Value::Null => drop(task.as_object_mut().unwrap().remove("createdAt")),
+        created => task["createdAt"] = created.clone(),
+    }
+    status
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_of_the_next_process_that_has_the_same_id_is_another_ones() {
+    let other = || json!("2026-11-30T00:00:01Z");
+    for version in ERAS {
+        // Whether the first process said when, and whether the next one does.
+        for (first, next_one) in [
+            (json!(CREATED), other()),
+            (json!(CREATED), Value::Null),
+            (Value::Null, json!(CREATED)),
+            (Value::Null, Value::Null),
+            (json!(CREATED), json!(7)),
+            (json!("x".repeat(200)), json!("x".repeat(200))),
+        ] {
+            let mut lab = Lab::new();
+            let (stack, seen) = stack(&lab);
+            let running = run(&stack, call());
+            let mut server = next(&mut lab, version).await;
+            let asked = server.wanted("tools/call").await;
+            server.answer(&asked, of_another(created(version, json!(1000)), &first)).await;
+            // Over one connection the id is enough.
+            let asked = server.polled().await;
+            server.answer(&asked, of_another(status(version, "working", json!(1000)), &first)).await;
+            drop(server);
+            let mut server = next(&mut lab, version).await;
+            let asked = server.polled().await;
+            let mut done = of_another(status(version, "completed", json!(1000)), &next_one);
+            done["result"] = result();
+            server.answer(&asked, done).await;
+            let (error, task) = unfinished(running, Reason::Replaced).await;
+            assert_unknown(&error);
+            assert!(!Unfinished::of(&error).unwrap().goes_on());
+            assert_eq!(task.status(), Status::Working);
+            assert_eq!(*seen.lock().unwrap(), [UNKNOWN]);
+            server.is_left_alone().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_another_has_replaced_on_the_same_connection_is_not_it() {
+    for version in ERAS {
+        let mut lab = Lab::new();
+        let (stack, _) = stack(&lab);
+        let running = run(&stack, call());
+        let mut server = next(&mut lab, version).await;
+        server.makes_a_task(version, json!(1000)).await;
+        let asked = server.polled().await;
+        let other = of_another(status(version, "completed", json!(1000)), &json!("2026-11-30T00:00:01Z"));
+        server.answer(&asked, other).await;
+        assert_unknown(&unfinished(running, Reason::Replaced).await.0);
+    }
+}
+
+/// The status is of the task, and then another process has its id.
+#[tokio::test(start_paused = true)]
+async fn a_result_is_asked_for_only_where_the_task_was_seen() {
+    for same in [true, false] {
+        let mut lab = Lab::new();
+        let (stack, _) = stack(&lab);
+        let running = run(&stack, call());
+        let mut server = next(&mut lab, V2025_11_25).await;
+        server.makes_a_task(V2025_11_25, json!(1000)).await;
+        let asked = server.polled().await;
+        server.answer(&asked, status(V2025_11_25, "completed", json!(1000))).await;
+        // Be it before it is asked there.
+        drop(server);
+        let mut server = next(&mut lab, V2025_11_25).await;
+        if same {
+            server.completes(V2025_11_25, result()).await;
+            assert_eq!(ok(running).await, result());
+        } else {
+            let asked = server.polled().await;
+            let other =
+                of_another(status(V2025_11_25, "completed", json!(1)), &json!("2026-11-30T00:00:01Z"));
+            server.answer(&asked, other).await;
+            assert_unknown(&unfinished(running, Reason::Replaced).await.0);
+            server.is_left_alone().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_is_not_cancelled_by_its_id_alone_on_another_connection() {
+    for version in ERAS {
+        for (at, status_now) in
+            [(CREATED, "working"), (CREATED, "completed"), ("2026-11-30T00:00:01Z", "working")]
+        {
+            let mut lab = Lab::new();
+            let (stack, _) = stack(&lab);
+            let starting = {
+                let stack = stack.clone();
+                tokio::spawn(async move { tasks::start(&*stack, call()).await })
+            };
+            let mut server = next(&mut lab, version).await;
+            server.makes_a_task(version, json!(1000)).await;
+            let Started::Task(task) = starting.await.unwrap().unwrap() else { panic!() };
+            drop(server);
+            let cancelling = {
+                let stack = stack.clone();
+                tokio::spawn(async move { tasks::cancel(&*stack, &task, Deadline::Inherit).await })
+            };
+            let mut server = next(&mut lab, version).await;
+            let asked = server.polled().await;
+            server.answer(&asked, of_another(status(version, status_now, json!(1000)), &json!(at))).await;
+            match (at, status_now) {
+                (CREATED, "working") => {
+                    let asked = server.wanted("tasks/cancel").await;
+                    server.answer(&asked, status(version, "cancelled", json!(1000))).await;
+                    assert_eq!(cancelling.await.unwrap().unwrap().status(), Status::Cancelled);
+                }
+                (CREATED, _) => assert_eq!(cancelling.await.unwrap().unwrap().status(), Status::Completed),
+                _ => {
+                    let error = cancelling.await.unwrap().unwrap_err();
+                    assert_eq!((error.outcome(), error.method()), (Outcome::NotDone, "tasks/cancel"));
+                    assert_eq!(Unfinished::of(&error).unwrap().reason(), Reason::Replaced);
+                }
+            }
+            server.is_left_alone().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_task_that_somebody_kept_the_time_of_its_creation_counts_too() {
+    for version in ERAS {
+        for (kept, is_it) in [(None, true), (Some(CREATED), true), (Some("2026-11-29T00:00:00Z"), false)] {
+            let mut lab = Lab::new();
+            let (stack, _) = stack(&lab);
+            let task = Task::new("t-1");
+            let task = kept.map_or(task.clone(), |at| task.created(at));
+            assert_eq!(task.created_at(), kept);
+            let asking = {
+                let (stack, task) = (stack.clone(), task.clone());
+                tokio::spawn(async move { tasks::get(&*stack, &task, Deadline::Inherit).await })
+            };
+            let mut server = next(&mut lab, version).await;
+            server.says(version, "working").await;
+            let resumed = resume(&stack, &task);
+            match is_it {
+                true => {
+                    server.completes(version, result()).await;
+                    assert_eq!(ok(resumed).await, result());
+                    assert_eq!(asking.await.unwrap().unwrap().created_at(), Some(CREATED));
+                }
+                false => {
+                    server.says(version, "completed").await;
+                    unfinished(resumed, Reason::Replaced).await;
+                    let (other, kept) = (stack.clone(), task.clone());
+                    let cancelling =
+                        tokio::spawn(async move { tasks::cancel(&*other, &kept, Deadline::Inherit).await });
+                    server.says(version, "working").await;
+                    assert_eq!(cancelling.await.unwrap().unwrap_err().outcome(), Outcome::NotDone);
+                    let waiting = {
+                        let (stack, task) = (stack.clone(), task.clone());
+                        tokio::spawn(async move { tasks::result(&*stack, &task, Deadline::Inherit).await })
+                    };
+                    server.says(version, "working").await;
+                    unfinished(waiting, Reason::Replaced).await;
+                    let error = asking.await.unwrap().unwrap_err();
+                    assert_eq!(Unfinished::of(&error).unwrap().reason(), Reason::Replaced);
+                    assert_eq!((error.outcome(), error.method()), (Outcome::Answered, "tasks/get"));
+                }
+            }
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -606,7 +789,8 @@ async fn the_id_of_a_task_is_in_no_text_of_an_error_whatever_the_server_says() {
             json!({ "jsonrpc": "2.0", "id": asked["id"], "error": error })
         };
         let named = |answer: Value| {
-            serde_json::from_str::<Value>(&answer.to_string().replace("t-1", &id.replace('"', "\\\""))).unwrap()
+            serde_json::from_str::<Value>(&answer.to_string().replace("t-1", &id.replace('"', "\\\"")))
+                .unwrap()
         };
         // The task is gone, or cannot be read for long, or has failed.
         for (method, code, times) in
