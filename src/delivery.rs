@@ -210,6 +210,9 @@ pub enum Cause {
         /// The limit.
         limit: usize,
     },
+    /// The server answered with a success, and its result cannot be read: it is of another kind than what was asked
+    /// for.
+    AnswerUnread,
     /// A foreign error, in [`CallError::source`](std::error::Error::source).
     Other,
 }
@@ -228,6 +231,7 @@ impl Cause {
             Cause::Answered(_) => "answered",
             Cause::InProgress => "in_progress",
             Cause::AnswerTooLarge { .. } => "answer_too_large",
+            Cause::AnswerUnread => "answer_unread",
             Cause::Other => "other",
         }
     }
@@ -246,6 +250,7 @@ impl fmt::Display for Cause {
             Cause::Answered(error) => error.fmt(f),
             Cause::InProgress => f.write_str("the server is still processing it"),
             Cause::AnswerTooLarge { limit } => write!(f, "the answer is larger than {limit} bytes"),
+            Cause::AnswerUnread => f.write_str("a result that cannot be read"),
             Cause::Other => f.write_str("the service failed"),
         }
     }

@@ -38,7 +38,7 @@ pub enum Outcome {
     Unknown,
     /// The write was done, and its result is lost.
     DoneResultLost,
-    /// The server answered, with an error.
+    /// The server answered: with an error, or with what cannot be read.
     Answered,
 }
 
@@ -222,7 +222,7 @@ impl CallError {
 
     /// Whether the call was a write that may have been done, though this is an error. Also true of a server's
     /// own error if an earlier attempt may be the reason for it ("already exists"), even one that a declared
-    /// fence had settled, and of an answer that was too large to be read.
+    /// fence had settled, and of an answer that was too large or of another kind, so that nobody has read it.
     pub fn may_have_landed(&self) -> bool {
         self.may_be_a_write()
             && match self.outcome() {
@@ -241,7 +241,7 @@ impl CallError {
 
     /// Whether the server answered and nobody knows what.
     fn is_unread(&self) -> bool {
-        matches!(self.0.cause, Cause::AnswerTooLarge { .. })
+        matches!(self.0.cause, Cause::AnswerTooLarge { .. } | Cause::AnswerUnread)
     }
 
     /// Whether repeating the call cannot do harm: nothing was done, or it is read-only and has no answer.
@@ -577,6 +577,12 @@ impl CallError {
     pub(crate) fn note(mut self, note: impl Into<Cow<'static, str>>) -> Self {
         self.0.notes.push(note.into());
         self
+    }
+
+    /// The server answered with a success that nobody can read.
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn unread(error: impl Into<BoxError>) -> Self {
+        Self::new(Cause::AnswerUnread, Scope::Call, Some(Delivery::Answered)).caused_by(error)
     }
 
     /// What follows from this end of an attempt.

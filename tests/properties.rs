@@ -34,6 +34,7 @@ fn cause() -> impl Strategy<Value = Cause> {
         Just(Cause::AttemptTimeout),
         Just(Cause::NotReady),
         Just(Cause::Other),
+        Just(Cause::AnswerUnread),
         any::<i64>().prop_map(|code| Cause::Answered(ServerError::new(code, "no"))),
         any::<usize>().prop_map(|limit| Cause::AnswerTooLarge { limit }),
         evidence().prop_map(Cause::Evidence),

@@ -48,6 +48,7 @@ fn every_cell_of_the_table() {
         ("the server's own error", answer, call, Answered, Rule::Return, Rule::Return),
         ("a foreign answer", Cause::Other, call, Answered, Rule::Return, Rule::Return),
         ("an answer and a closure", closed(), conn, Answered, Rule::Return, Rule::Return),
+        ("unread", Cause::AnswerUnread, call, Answered, Rule::Return, Rule::Return),
         ("too large", Cause::AnswerTooLarge { limit: 1 }, call, Answered, Rule::Return, Rule::Return),
         ("deadline, not sent", Cause::Deadline, call, NotSent, Rule::Return, Rule::Return),
         ("deadline, ambiguous", Cause::Deadline, call, Ambiguous, Rule::Return, Rule::Return),

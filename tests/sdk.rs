@@ -864,8 +864,30 @@ async fn a_tools_result_without_content_is_a_result_and_what_is_none_is_an_answe
         assert!(unexpected, "{other}: {error:?}");
         assert!(error.to_string().contains("the answer is of another kind"), "{error}");
         assert!(!error.to_string().contains("4711"), "{error}");
+        // It may be the result of a write that was done.
+        assert!(matches!(error.cause(), Cause::AnswerUnread) && error.may_have_landed(), "{error:?}");
+        assert!(!error.to_string().contains("error of its own"), "{error}");
     }
     assert_eq!((asked.lock().unwrap().len(), client.generation()), (12, Some(1)), "each was sent once");
+    client.shutdown(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_reading_method_that_is_answered_by_another_kind_of_result_is_answered_and_did_nothing() {
+    let (connector, asked) = answering(|_, _| json!({ "toolResult": 4711 }));
+    let client = Lab::new().stack(connector);
+    let errors = [
+        client.list_tools(None).await.unwrap_err(),
+        client.list_all_resources().await.unwrap_err(),
+        client.read_resource(ReadResourceRequestParams::new("a:1")).await.unwrap_err(),
+        client.get_prompt(GetPromptRequestParams::new("p")).await.unwrap_err(),
+    ];
+    for error in errors {
+        assert!(matches!(error.cause(), Cause::AnswerUnread), "{error:?}");
+        assert_eq!((error.outcome(), error.may_have_landed()), (Outcome::Answered, false), "{error}");
+        assert!(!error.method().is_empty() && !error.to_string().contains("error of its own"), "{error}");
+    }
+    assert_eq!(asked.lock().unwrap().len(), 4);
     client.shutdown(PATIENCE).await;
 }
 

@@ -19,7 +19,7 @@ use rmcp::{
 use serde_json::Value;
 
 use super::{Connection, Connector, Request};
-use crate::{CallError, Cause, Refusal, Stack};
+use crate::{Basis, Call, CallError, Cause, Effect, Refusal, Stack};
 
 /// How many pages a list may have.
 const MAX_PAGES: usize = 1_000;
@@ -43,10 +43,11 @@ macro_rules! lists {
         ///
         /// As [`Stack::send`].
         pub async fn $page(&self, params: Option<PaginatedRequestParams>) -> Result<$result, CallError> {
-            match self.send(Request::$page(params)).await? {
-                ServerResult::$variant(page) => Ok(page),
-                _ => Err(unexpected()),
-            }
+            self.read(Request::$page(params), |result| match result {
+                ServerResult::$variant(page) => Some(page),
+                _ => None,
+            })
+            .await
         }
 
         $(#[$all_doc])*
@@ -76,11 +77,12 @@ macro_rules! lists {
                     all.extend(page.$field);
                     match page.next_cursor {
                         None => return Ok(all),
-                        next if next == cursor => return Err(unexpected()),
+                        next if next == cursor => break,
                         next => cursor = next,
                     }
                 }
-                return Err(unexpected());
+                let request = Request::$page(None);
+                return Err(unread(request.method(), self.judge(&request)));
             }
         }
     )* };
@@ -93,24 +95,9 @@ impl Stack<Connector, Request, ServerResult> {
     /// # Errors
     ///
     /// As [`Stack::send`]. A server that asks for input, or that makes a task of the call, has answered with
-    /// something else than a result; use [`Stack::send`] where it may.
+    /// something else than a result ([`Cause::AnswerUnread`]); use [`Stack::send`] where it may.
     pub async fn call_tool(&self, params: CallToolRequestParams) -> Result<CallToolResult, CallError> {
-        // Without content, a result reads as one of the others.
-        let (result_type, meta) = match self.send(params.into()).await? {
-            ServerResult::CallToolResult(result) => return Ok(result),
-            ServerResult::EmptyResult(_) => (None, None),
-            ServerResult::TaskAckResult(ack) => (Some(ack.result_type), ack.meta),
-            ServerResult::CustomResult(CustomResult(Value::Object(mut custom)))
-                if custom.len() == 1 && custom.contains_key("_meta") =>
-            {
-                let meta = custom.remove("_meta").map(serde_json::from_value);
-                (None, meta.transpose().map_err(|_| unexpected())?)
-            }
-            _ => return Err(unexpected()),
-        };
-        let mut result = CallToolResult::default();
-        (result.result_type, result.meta) = (result_type, meta);
-        Ok(result)
+        self.read(params.into(), tool_result_of).await
     }
 
     lists! {
@@ -138,10 +125,11 @@ impl Stack<Connector, Request, ServerResult> {
         &self,
         params: ReadResourceRequestParams,
     ) -> Result<ReadResourceResult, CallError> {
-        match self.send(params.into()).await? {
-            ServerResult::ReadResourceResult(result) => Ok(result),
-            _ => Err(unexpected()),
-        }
+        self.read(params.into(), |result| match result {
+            ServerResult::ReadResourceResult(result) => Some(result),
+            _ => None,
+        })
+        .await
     }
 
     /// Gets a prompt.
@@ -150,10 +138,11 @@ impl Stack<Connector, Request, ServerResult> {
     ///
     /// As [`Stack::send`].
     pub async fn get_prompt(&self, params: GetPromptRequestParams) -> Result<GetPromptResult, CallError> {
-        match self.send(params.into()).await? {
-            ServerResult::GetPromptResult(result) => Ok(result),
-            _ => Err(unexpected()),
-        }
+        self.read(params.into(), |result| match result {
+            ServerResult::GetPromptResult(result) => Some(result),
+            _ => None,
+        })
+        .await
     }
 
     /// Asks for completions of an argument.
@@ -162,10 +151,11 @@ impl Stack<Connector, Request, ServerResult> {
     ///
     /// As [`Stack::send`].
     pub async fn complete(&self, params: CompleteRequestParams) -> Result<CompleteResult, CallError> {
-        match self.send(params.into()).await? {
-            ServerResult::CompleteResult(result) => Ok(result),
-            _ => Err(unexpected()),
-        }
+        self.read(params.into(), |result| match result {
+            ServerResult::CompleteResult(result) => Some(result),
+            _ => None,
+        })
+        .await
     }
 
     /// Sets the level of the server's log messages; set again on each later connection.
@@ -228,6 +218,16 @@ impl Stack<Connector, Request, ServerResult> {
         self.peer()?.peer_info()
     }
 
+    /// Sends a call, and takes its result for what was asked for. What is something else was an answer all the same.
+    async fn read<T>(
+        &self,
+        request: Request,
+        read: impl FnOnce(ServerResult) -> Option<T>,
+    ) -> Result<T, CallError> {
+        let (method, judged) = (request.method().to_owned(), self.judge(&request));
+        read(self.send(request).await?).ok_or_else(|| unread(&method, judged))
+    }
+
     fn sdk_connection(&self) -> Option<Connection> {
         let connection = self.connection()?;
         let connection: &dyn Any = &*connection;
@@ -235,9 +235,29 @@ impl Stack<Connector, Request, ServerResult> {
     }
 }
 
-/// The server answered, with something else than was asked for.
-fn unexpected() -> CallError {
-    CallError::answered(ServiceError::UnexpectedResponse).note("the answer is of another kind")
+/// The server answered with a success, of another kind than what was asked for.
+fn unread(method: &str, (effect, basis): (Effect, Basis)) -> CallError {
+    let error = CallError::unread(ServiceError::UnexpectedResponse).note("the answer is of another kind");
+    error.of_call(method, effect).judged_by(basis)
+}
+
+/// The result of a tool, if it is one. Without content it reads as one of the others.
+fn tool_result_of(result: ServerResult) -> Option<CallToolResult> {
+    let (result_type, meta) = match result {
+        ServerResult::CallToolResult(result) => return Some(result),
+        ServerResult::EmptyResult(_) => (None, None),
+        ServerResult::TaskAckResult(ack) => (Some(ack.result_type), ack.meta),
+        ServerResult::CustomResult(CustomResult(Value::Object(mut custom)))
+            if custom.len() == 1 && custom.contains_key("_meta") =>
+        {
+            let meta = custom.remove("_meta").map(serde_json::from_value);
+            (None, meta.transpose().ok()?)
+        }
+        _ => return None,
+    };
+    let mut result = CallToolResult::default();
+    (result.result_type, result.meta) = (result_type, meta);
+    Some(result)
 }
 
 fn is_of_another_session(error: &CallError) -> bool {
