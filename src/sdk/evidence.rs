@@ -269,6 +269,20 @@ fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> Cal
     exchange.named(judged)
 }
 
+/// Whether what a transport failed by is of one HTTP request alone. Where nobody is there it is not.
+pub(super) fn of_one_http_request(error: &DynamicTransportError) -> bool {
+    let of = error.error.downcast_ref::<TransportError>();
+    let source = of.and_then(|of| of.source.as_deref());
+    let http = source.and_then(|source| source.downcast_ref::<StreamableHttpError<reqwest::Error>>());
+    match http {
+        Some(StreamableHttpError::Client(error)) => !error.is_connect(),
+        Some(StreamableHttpError::TransportChannelClosed | StreamableHttpError::SessionExpired) | None => {
+            false
+        }
+        Some(_) => true,
+    }
+}
+
 /// What the SDK's own HTTP transport says, where the user brings it.
 fn foreign_http(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Sight> {
     let error = error.downcast_ref::<StreamableHttpError<reqwest::Error>>()?;

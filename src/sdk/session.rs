@@ -15,7 +15,11 @@ use rmcp::{
 };
 use tokio::time::{Instant, timeout};
 
-use super::{Request, connection::Inner};
+use super::{
+    Request,
+    connection::{Inner, Kind},
+    evidence::of_one_http_request,
+};
 use crate::{
     Basis, Call, CallError, Effect,
     mcp::{Catalog, Listed, ToolRules},
@@ -116,14 +120,10 @@ impl Lesson {
                     state.subscriptions.push(uri.clone());
                 }
             }
-            (ClientRequest::UnsubscribeRequest(r), outcome) => {
-                let gone = match outcome {
-                    Ok(_) => true,
-                    // The session is gone, and with it the subscription: nobody wants it back.
-                    Err(error) => error.closure().is_some(),
-                };
+            // Whatever came of it, nobody wants the subscription back on the next connection.
+            (ClientRequest::UnsubscribeRequest(r), _) => {
                 let mut state = memory.lock();
-                if gone && state.known.remove(&r.params.uri) {
+                if state.known.remove(&r.params.uri) {
                     state.subscriptions.retain(|uri| *uri != r.params.uri);
                 }
             }
@@ -148,11 +148,12 @@ fn next_cursor(result: &ServerResult) -> Option<String> {
 }
 
 /// Restores the session on a new connection, before any call runs on it: the log level, the subscriptions, and
-/// what the server says of its tools. What the server refuses, or does not answer in time, stays undone.
+/// what the server says of its tools. What the server refuses, by an error or by an HTTP status, or does not answer
+/// in time, stays undone.
 ///
 /// # Errors
 ///
-/// The transport's, since the connection is then of no use.
+/// The transport's, where the connection is then of no use: it has closed, its session is gone, or nobody is there.
 pub(super) async fn restore(inner: &Arc<Inner>) -> Result<(), ServiceError> {
     if !inner.is_modern() {
         let (level, subscriptions) = {
@@ -167,10 +168,12 @@ pub(super) async fn restore(inner: &Arc<Inner>) -> Result<(), ServiceError> {
             let left = end.saturating_duration_since(Instant::now());
             match timeout(left, ask(inner, request)).await {
                 Ok(Ok(_)) => {}
-                Ok(Err(ServiceError::McpError(_))) | Err(_) => {
+                Ok(Err(error)) if inner.closure().is_some() || ends_the_connection(inner.kind, &error) => {
+                    return Err(error);
+                }
+                Ok(Err(_)) | Err(_) => {
                     tracing::warn!(target: "goaround", "a part of the session could not be restored");
                 }
-                Ok(Err(error)) => return Err(error),
             }
         }
     }
@@ -178,7 +181,21 @@ pub(super) async fn restore(inner: &Arc<Inner>) -> Result<(), ServiceError> {
         read_tools(inner).await;
         inner.memory.listed(inner.number, &inner.tools);
     }
-    Ok(())
+    match inner.closure() {
+        Some(_) => Err(ServiceError::TransportClosed),
+        None => Ok(()),
+    }
+}
+
+/// Whether nothing else can be had from a connection on which a request failed so. Over HTTP each request stands for
+/// itself, and only where nobody is there is it the same for all.
+fn ends_the_connection(kind: Kind, error: &ServiceError) -> bool {
+    let of_one_request = match error {
+        ServiceError::TransportSend(error) => of_one_http_request(error),
+        ServiceError::TransportClosed => kind == Kind::Http,
+        _ => true,
+    };
+    !of_one_request
 }
 
 /// Reads the list of tools. On a list that cannot be read all tools are writes.
