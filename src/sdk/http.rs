@@ -4,6 +4,7 @@
 use std::{
     collections::HashMap,
     fmt, io,
+    panic::AssertUnwindSafe,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll},
@@ -11,7 +12,10 @@ use std::{
 };
 
 use bytes::Bytes;
-use futures_util::stream::{BoxStream, StreamExt};
+use futures_util::{
+    FutureExt,
+    stream::{BoxStream, StreamExt},
+};
 use http::{
     HeaderMap, HeaderName, HeaderValue, StatusCode,
     header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE},
@@ -26,7 +30,10 @@ use rmcp::{
     },
 };
 use sse_stream::Sse;
-use tokio::time::{sleep, timeout};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use super::{
     connection::{Inner, SESSION_LOST},
@@ -224,8 +231,13 @@ fn backoff(first: Duration, times: usize, at_most: Duration) -> Duration {
 
 /// The bearer token, refreshed once for all calls that it failed.
 struct Credentials {
-    token: Mutex<Token>,
-    refreshing: tokio::sync::Mutex<()>,
+    state: Mutex<Bearer>,
+}
+
+struct Bearer {
+    token: Token,
+    /// The refresh that is under way, and what came of it: whether there is another token.
+    refreshing: Option<watch::Receiver<Option<bool>>>,
 }
 
 #[derive(Clone)]
@@ -239,42 +251,77 @@ struct Token {
 impl Credentials {
     fn new(value: Option<String>) -> Self {
         let token = Token { value, number: 0, is_unproved: false };
-        Self { token: Mutex::new(token), refreshing: tokio::sync::Mutex::new(()) }
+        Self { state: Mutex::new(Bearer { token, refreshing: None }) }
     }
 
     fn current(&self) -> Token {
-        self.lock().clone()
+        self.lock().token.clone()
     }
 
     /// The token of that number was accepted.
     fn accepted(&self, number: u64) {
-        let mut token = self.lock();
+        let token = &mut self.lock().token;
         if token.number == number {
             token.is_unproved = false;
         }
     }
 
-    /// The token was refused: gets another one, once for all that wait. `false`: there is no way, or the one that
-    /// was got last has been refused in turn.
-    async fn refresh(&self, refused: &Token, refresh: &Refresh, challenge: Option<String>) -> bool {
-        let _turn = self.refreshing.lock().await;
-        {
-            let mut token = self.lock();
-            if token.number != refused.number {
+    /// The token was refused: gets another one, once for all that wait, whoever of them gives up meanwhile. `false`:
+    /// there is no way, or the one that was got last has been refused in turn.
+    async fn refresh(
+        self: &Arc<Self>,
+        refused: &Token,
+        refresh: &Refresh,
+        challenge: Option<String>,
+    ) -> bool {
+        let mut refreshing = {
+            let mut state = self.lock();
+            if state.token.number != refused.number {
                 return true;
             }
-            if std::mem::take(&mut token.is_unproved) {
-                return false;
+            // One whose runtime has ended meanwhile never says what came of it.
+            let under_way = state.refreshing.clone().filter(|refreshing| refreshing.has_changed().is_ok());
+            match under_way {
+                Some(refreshing) => refreshing,
+                None if std::mem::take(&mut state.token.is_unproved) => return false,
+                None => {
+                    let (tell, told) = watch::channel(None);
+                    state.refreshing = Some(told.clone());
+                    tokio::spawn(Arc::clone(self).renew(Arc::clone(refresh), challenge, tell));
+                    told
+                }
             }
-        }
-        let Ok(Ok(fresh)) = timeout(REFRESH, refresh(Unauthorized { challenge })).await else { return false };
-        let mut token = self.lock();
-        *token = Token { value: Some(fresh), number: refused.number + 1, is_unproved: true };
-        true
+        };
+        refreshing.wait_for(Option::is_some).await.is_ok_and(|told| *told == Some(true))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Token> {
-        self.token.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Asks for another token. A task of its own: what is begun may be good for one use, and must not end with the
+    /// deadline of a call.
+    async fn renew(
+        self: Arc<Self>,
+        refresh: Refresh,
+        challenge: Option<String>,
+        tell: watch::Sender<Option<bool>>,
+    ) {
+        let asked = async { refresh(Unauthorized { challenge }).await };
+        let fresh = match AssertUnwindSafe(timeout(REFRESH, asked)).catch_unwind().await {
+            Ok(Ok(Ok(fresh))) => Some(fresh),
+            _ => None,
+        };
+        let are_others = fresh.is_some();
+        {
+            let mut state = self.lock();
+            state.refreshing = None;
+            if let Some(fresh) = fresh {
+                let number = state.token.number + 1;
+                state.token = Token { value: Some(fresh), number, is_unproved: true };
+            }
+        }
+        tell.send_replace(Some(are_others));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Bearer> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -392,7 +439,7 @@ impl Client {
                 continue;
             }
             letter.saw(if are_others { Sight::Refreshed } else { of_status(401, None) });
-            return Err(auth_required(header(response.headers(), &WWW_AUTHENTICATE)));
+            return Err(auth_required());
         }
     }
 
@@ -438,7 +485,7 @@ impl Client {
             let parsed = wait.as_deref().and_then(|wait| retry_after(wait, SystemTime::now()));
             letter.saw(of_status(status.as_u16(), parsed));
             return Err(match status {
-                StatusCode::FORBIDDEN => forbidden(response.headers()),
+                StatusCode::FORBIDDEN => forbidden(),
                 _ => failed(status, wait),
             });
         }
@@ -560,8 +607,8 @@ impl Client {
         let wait = header(response.headers(), &RETRY_AFTER);
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(StreamableHttpError::ServerDoesNotSupportSse),
-            StatusCode::UNAUTHORIZED => Err(auth_required(header(response.headers(), &WWW_AUTHENTICATE))),
-            StatusCode::FORBIDDEN => Err(forbidden(response.headers())),
+            StatusCode::UNAUTHORIZED => Err(auth_required()),
+            StatusCode::FORBIDDEN => Err(forbidden()),
             StatusCode::NOT_FOUND if line.session.is_some() => Err(StreamableHttpError::SessionExpired),
             status if !status.is_success() => Err(failed(status, wait)),
             _ if content_type(response.headers()) != ContentType::Events => {
@@ -955,13 +1002,13 @@ fn failed(status: StatusCode, wait: Option<String>) -> Failure {
     StreamableHttpError::HttpStatus(HttpStatusError::new(status.as_u16(), wait))
 }
 
-fn auth_required(challenge: Option<String>) -> Failure {
-    StreamableHttpError::AuthRequired(AuthRequiredError::new(challenge.unwrap_or_default()))
+/// Without the challenge, which may hold a token: [`Unauthorized`] has it.
+fn auth_required() -> Failure {
+    StreamableHttpError::AuthRequired(AuthRequiredError::new(String::new()))
 }
 
-fn forbidden(headers: &HeaderMap) -> Failure {
-    let challenge = header(headers, &WWW_AUTHENTICATE).unwrap_or_default();
-    StreamableHttpError::InsufficientScope(InsufficientScopeError::new(challenge, None))
+fn forbidden() -> Failure {
+    StreamableHttpError::InsufficientScope(InsufficientScopeError::new(String::new(), None))
 }
 
 /// In the mode `Auto` the SDK begins with `server/discover`, and goes on with the handshake where the server's
@@ -1048,22 +1095,27 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_refresh_that_never_ends_is_given_up_and_the_next_in_line_asks_again() {
-        let (credentials, asked) = (Credentials::new(None), AtomicU32::new(0));
-        let asked = Arc::new(asked);
-        let count = Arc::clone(&asked);
-        let refresh: Refresh = Arc::new(move |_| match count.fetch_add(1, Ordering::Relaxed) {
-            0 => Box::pin(std::future::pending()),
-            _ => Box::pin(async { Ok("fresh".to_owned()) }),
-        });
-        let refused = credentials.current();
-        let began = tokio::time::Instant::now();
-        let both = tokio::join!(
-            credentials.refresh(&refused, &refresh, None),
-            credentials.refresh(&refused, &refresh, None),
-        );
-        assert_eq!((both, began.elapsed()), ((false, true), REFRESH));
-        assert_eq!(credentials.current().value.as_deref(), Some("fresh"));
-        assert_eq!(asked.load(Ordering::Relaxed), 2);
+    async fn a_refresh_that_never_ends_or_panics_fails_all_that_wait_and_the_next_call_asks_again() {
+        for panics in [false, true] {
+            let (credentials, asked) = (Arc::new(Credentials::new(None)), Arc::new(AtomicU32::new(0)));
+            let count = Arc::clone(&asked);
+            let refresh: Refresh = Arc::new(move |_| match count.fetch_add(1, Ordering::Relaxed) {
+                0 if panics => panic!("the caller's own"),
+                0 => Box::pin(std::future::pending()),
+                _ => Box::pin(async { Ok("fresh".to_owned()) }),
+            });
+            let refused = credentials.current();
+            let began = tokio::time::Instant::now();
+            let both = tokio::join!(
+                credentials.refresh(&refused, &refresh, None),
+                credentials.refresh(&refused, &refresh, None),
+            );
+            let took = if panics { Duration::ZERO } else { REFRESH };
+            assert_eq!((both, began.elapsed()), ((false, false), took));
+            assert_eq!(asked.load(Ordering::Relaxed), 1);
+            assert!(credentials.refresh(&refused, &refresh, None).await);
+            assert_eq!(credentials.current().value.as_deref(), Some("fresh"));
+            assert_eq!(asked.load(Ordering::Relaxed), 2);
+        }
     }
 }

@@ -7,14 +7,14 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use bytes::BytesMut;
 use rmcp::{
     RoleClient,
     model::{ClientJsonRpcMessage, ClientRequest, RequestId, ServerJsonRpcMessage},
-    transport::Transport,
+    transport::{Transport, streamable_http_client::StreamableHttpError},
 };
 use serde_json::value::RawValue;
 use tokio::{
@@ -27,6 +27,7 @@ use super::{
     connection::{Inner, token_of},
     evidence::{HttpErrorKind, Sight},
     exchange::Exchange,
+    retry_after::retry_after,
 };
 use crate::{
     BoxError,
@@ -51,7 +52,9 @@ pub(super) struct TransportError {
 
 impl TransportError {
     fn of(source: impl Into<BoxError>) -> Self {
-        Self { withdrawn: false, source: Some(source.into()) }
+        let mut source = source.into();
+        without_headers(&mut source);
+        Self { withdrawn: false, source: Some(source) }
     }
 
     fn withdrawn() -> Self {
@@ -68,6 +71,25 @@ impl fmt::Display for TransportError {
 impl std::error::Error for TransportError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.source.as_deref().map(|source| source as _)
+    }
+}
+
+/// The SDK's error of an HTTP transport, without what stood in the response's headers: its texts have it, and a
+/// challenge may hold a token.
+fn without_headers(error: &mut BoxError) {
+    let Some(error) = error.downcast_mut::<StreamableHttpError<reqwest::Error>>() else { return };
+    match error {
+        StreamableHttpError::AuthRequired(of) => of.www_authenticate_header.clear(),
+        StreamableHttpError::InsufficientScope(of) => {
+            of.www_authenticate_header.clear();
+            of.required_scope = None;
+        }
+        StreamableHttpError::HttpStatus(of) => {
+            let wait = of.retry_after.as_deref().and_then(|wait| retry_after(wait, SystemTime::now()));
+            of.retry_after = wait.map(|wait| wait.as_secs().to_string());
+        }
+        StreamableHttpError::UnexpectedContentType(of) => *of = None,
+        _ => {}
     }
 }
 
