@@ -8,11 +8,20 @@ mod http;
 #[path = "lab/sdk.rs"]
 mod lab;
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use goaround::{
-    Call, CallError, Cause, Delivery, Evidence, Outcome, ReconnectLayer, RetryReadOnly, Scope,
-    WriteSafetyLayer,
+    Call, CallError, Cause, Delivery, Evidence, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Scope,
+    Stack, WriteSafetyLayer,
+    mcp::ToolRules,
     sdk::{Client, Connector, Http, HttpError, HttpErrorKind, tool_result},
 };
 use http::{BlackHole, Era, Gate, JSON, On, Reply, SSE, Seen, Server, appended, no_valid_session};
@@ -27,9 +36,11 @@ use rmcp::{
 };
 use serde_json::{Value, json};
 use tokio::{
-    sync::Semaphore,
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
+    sync::{Notify, Semaphore},
     task::JoinSet,
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 /// Longer than any of these tests takes where nothing hangs.
@@ -617,7 +628,7 @@ async fn a_404_to_the_stray_stream_is_no_lost_session() {
         for _ in 0..3 {
             assert_eq!(word(&client.send(lines()).await), "ok");
             assert_eq!(word(&client.send(append("x")).await), "ok");
-            tokio::time::sleep(ms(20)).await;
+            sleep(ms(20)).await;
         }
         assert_eq!((server.sessions(), client.generation()), (1, Some(1)));
     }
@@ -1036,7 +1047,7 @@ async fn a_refused_connection_sends_nothing_and_a_read_waits_for_the_server() {
         let read = bounded("refused", client.send(lines().within(ms(400)))).await;
         assert_eq!(word(&read), "not done", "{read:?}");
         let waiting = spawn(&client, lines());
-        tokio::time::sleep(ms(300)).await;
+        sleep(ms(300)).await;
         assert!(!waiting.is_finished());
         assert_eq!(server.seen().len(), before);
 
@@ -1103,7 +1114,7 @@ async fn once_a_silent_server_has_failed_the_probe_the_next_call_has_a_new_sessi
         assert!(begin.elapsed() < ms(1_500), "{:?}", begin.elapsed());
         // The probe.
         server.until(|seen| seen.iter().any(|seen| seen.method() == "ping")).await;
-        tokio::time::sleep(ms(400)).await;
+        sleep(ms(400)).await;
         server.heal();
         let next = bounded("the next", client.send(append("y"))).await;
         assert_eq!(word(&next), "ok", "{next:?}");
@@ -1135,7 +1146,7 @@ async fn a_server_that_is_slow_and_not_silent_keeps_its_session() {
         let read = bounded("slow", client.send(lines().within(ms(200)))).await;
         assert_eq!(word(&read), "no answer", "{read:?}");
         server.until(|seen| seen.iter().any(|seen| seen.method() == "ping")).await;
-        tokio::time::sleep(ms(100)).await;
+        sleep(ms(100)).await;
     }
     gate.open(1);
     assert_eq!(word(&bounded("its sibling", sibling).await.unwrap()), "ok");
@@ -1161,7 +1172,7 @@ async fn calls_that_fill_the_sdks_queue_do_not_make_a_session_suspect() {
     server.until_called("append", 2).await;
     let third = bounded("queued", client.send(append("queued").within(ms(300)))).await;
     assert_eq!(word(&third), "not done", "{third:?}");
-    tokio::time::sleep(ms(500)).await;
+    sleep(ms(500)).await;
     gate.open(2);
     for slow in slow {
         let slow = bounded("slow", slow).await.unwrap();
@@ -1227,7 +1238,7 @@ async fn what_was_sent_on_a_session_that_is_gone_is_not_cancelled_on_the_next() 
     assert_eq!(word(&client.send(lines()).await), "ok");
     sending.abort();
     let _ = sending.await;
-    tokio::time::sleep(ms(200)).await;
+    sleep(ms(200)).await;
     assert_eq!(word(&client.send(lines()).await), "ok");
     let onto_the_new = server
         .requests("notifications/cancelled")
@@ -1446,11 +1457,11 @@ async fn credentials_are_refreshed_once_though_the_call_that_asked_first_gives_u
     let (begins, ends) = (Arc::clone(&begun), Arc::clone(&ended));
     let connector = http(&server).on_unauthorized(move |_| {
         // A refresh token is good for one use.
-        begins.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        begins.fetch_add(1, Ordering::Relaxed);
         let ends = Arc::clone(&ends);
         async move {
-            tokio::time::sleep(ms(800)).await;
-            ends.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            sleep(ms(800)).await;
+            ends.fetch_add(1, Ordering::Relaxed);
             Ok("fresh".to_owned())
         }
     });
@@ -1464,7 +1475,7 @@ async fn credentials_are_refreshed_once_though_the_call_that_asked_first_gives_u
     let second = spawn(&client, lines());
     assert_eq!(word(&bounded("given up", first).await.unwrap()), "no answer");
     assert_eq!(word(&bounded("refreshed", second).await.unwrap()), "ok");
-    let times = [begun, ended].map(|times| times.load(std::sync::atomic::Ordering::Relaxed));
+    let times = [begun, ended].map(|times| times.load(Ordering::Relaxed));
     assert_eq!(times, [1, 1], "begun, ended");
 }
 
@@ -1474,10 +1485,10 @@ async fn credentials_are_refreshed_once_for_all_who_wait_and_reads_are_replayed(
     let refreshed = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let count = Arc::clone(&refreshed);
     let connector = http(&server).on_unauthorized(move |unauthorized: goaround::sdk::Unauthorized| {
-        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        count.fetch_add(1, Ordering::Relaxed);
         async move {
             assert_eq!(unauthorized.challenge(), Some("Bearer"));
-            tokio::time::sleep(ms(100)).await;
+            sleep(ms(100)).await;
             Ok("fresh".to_owned())
         }
     });
@@ -1506,7 +1517,7 @@ async fn credentials_are_refreshed_once_for_all_who_wait_and_reads_are_replayed(
     }
     let write = bounded("refreshed", write).await.unwrap();
     assert_eq!(word(&write), "not done", "not replayed, and nothing was done: {write:?}");
-    assert_eq!(refreshed.load(std::sync::atomic::Ordering::Relaxed), 1);
+    assert_eq!(refreshed.load(Ordering::Relaxed), 1);
     let seen = server.seen().split_off(before);
     let fresh = seen.iter().filter(|seen| seen.header("authorization") == Some("Bearer fresh")).count();
     assert_eq!(fresh, 8);
@@ -1605,6 +1616,211 @@ async fn a_result_of_a_kind_that_the_sdk_does_not_know_is_no_error_of_the_server
         assert_eq!(text.contains("verify before repeating"), is_write, "{text}");
     }
     assert_eq!((server.effects().len(), server.calls("append").len()), (2, 1));
+}
+
+// ===== What counts as sent =====
+
+/// Above what the system's buffers hold.
+const LARGE: usize = 12 << 20;
+
+/// An HTTP server that does its work the moment that it has read a request, and answers then. It reads the first
+/// large request only up to what one buffer holds, until it is asked what there is: that is answered by what there
+/// was when the question came, and is on its way for a while.
+#[derive(Default)]
+struct Slow {
+    effects: Mutex<Vec<usize>>,
+    held: AtomicBool,
+    go_on: Notify,
+    /// How many bytes of the first one had been sent when the question came.
+    got: Mutex<usize>,
+}
+
+impl Slow {
+    async fn start() -> (Arc<Self>, SocketAddr) {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listener = socket.listen(64).unwrap();
+        let (server, address) = (Arc::new(Self::default()), listener.local_addr().unwrap());
+        let shared = Arc::clone(&server);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(Arc::clone(&shared).serve(stream));
+            }
+        });
+        (server, address)
+    }
+
+    async fn serve(self: Arc<Self>, mut stream: TcpStream) -> Option<()> {
+        let (mut input, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
+        let head = loop {
+            if let Some(at) = input.windows(4).position(|four| four == b"\r\n\r\n") {
+                break at + 4;
+            }
+            match stream.read(&mut buffer).await.ok()? {
+                0 => return None,
+                read => input.extend_from_slice(&buffer[..read]),
+            }
+        };
+        let text = String::from_utf8_lossy(&input[..head]).to_ascii_lowercase();
+        if text.starts_with("get") {
+            return reply(&mut stream, "405 Method Not Allowed", "").await;
+        }
+        let length = text.split("content-length:").nth(1).and_then(|rest| rest.lines().next());
+        let length: usize = length.and_then(|length| length.trim().parse().ok())?;
+        if length > 1 << 20 && !self.held.swap(true, Ordering::SeqCst) {
+            *self.got.lock().unwrap() = input.len() - head;
+            self.go_on.notified().await;
+        }
+        while input.len() < head + length {
+            match stream.read(&mut buffer).await.ok()? {
+                0 => return None,
+                read => input.extend_from_slice(&buffer[..read]),
+            }
+        }
+        let message: Value = serde_json::from_slice(&input[head..]).ok()?;
+        let result = match (message["method"].as_str()?, message["params"]["name"].as_str()) {
+            ("initialize", _) => json!({
+                "protocolVersion": "2025-06-18", "capabilities": { "tools": {} },
+                "serverInfo": { "name": "slow", "version": "1" },
+            }),
+            (_, Some("append")) => {
+                let line = message["params"]["arguments"]["line"].as_str()?;
+                self.effects.lock().unwrap().push(line.len());
+                json!({ "content": [] })
+            }
+            (_, Some(_)) => {
+                let there = self.effects.lock().unwrap().len();
+                let seen: Vec<_> = (0..there).map(|_| "x".repeat(LARGE)).collect();
+                self.go_on.notify_one();
+                // The answer takes its time on the way.
+                sleep(ms(500)).await;
+                json!({ "content": [], "structuredContent": { "result": seen } })
+            }
+            ("ping", _) => json!({}),
+            _ => return reply(&mut stream, "202 Accepted", "").await,
+        };
+        let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result }).to_string();
+        reply(&mut stream, "200 OK", &answer).await
+    }
+}
+
+async fn reply(stream: &mut TcpStream, status: &str, body: &str) -> Option<()> {
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.ok()?;
+    stream.write_all(body.as_bytes()).await.ok()?;
+    stream.flush().await.ok()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_quarantine_does_not_count_while_a_body_lies_in_the_http_clients_buffer() {
+    let (server, address) = Slow::start().await;
+    let connector = Connector::http((), format!("http://{address}/mcp"));
+    let safety = WriteSafetyLayer::new(check_without_a_word).attempt_timeout(ms(4_000)).quarantine(ms(6_000));
+    let client = builder(connector).deadline(BOUND).writes(safety).build().unwrap();
+    let write = timeout(BOUND, client.send(append(&"x".repeat(LARGE)))).await.unwrap();
+    sleep(ms(500)).await;
+    let effects = server.effects.lock().unwrap().len();
+    let got = *server.got.lock().unwrap();
+    assert!(got < LARGE / 2, "the request was with the server already: {got}");
+    assert!(effects < 2, "it landed {effects} times, and the caller is told {}", word(&write));
+}
+
+/// What of the client's buffers is not seen counts as not sent yet, until the server has taken the request up.
+#[tokio::test]
+async fn a_quarantine_counts_from_where_the_last_byte_is_known_to_have_been_sent() {
+    let stalled = || Reply::new().stall();
+    let cut = || Reply::sse().close();
+    let refused = || status("503 Service Unavailable", &[], "");
+    for (own, answer, reply, replayed) in [
+        (true, "none", stalled(), true),
+        (true, "a stream that is cut", cut(), true),
+        (true, "a refusal", refused(), true),
+        (false, "none", stalled(), false),
+        (false, "a stream that is cut", cut(), true),
+        // It may have come before the request was read.
+        (false, "a refusal", refused(), false),
+    ] {
+        let server = Server::start().await;
+        let client = reqwest::Client::builder().resolve("server.test", server.address()).build().unwrap();
+        let connector = match own {
+            true => http(&server),
+            // There may be a proxy to it, which is spoken to over TLS.
+            false => {
+                let url = format!("http://server.test:{}/mcp", server.address().port());
+                Connector::http((), Http::new(url).client(client))
+            }
+        };
+        let safety = WriteSafetyLayer::new(check_without_a_word).attempt_timeout(ms(300)).quarantine(ms(200));
+        let client = builder(connector).deadline(ms(2_000)).writes(safety).build().unwrap();
+        assert_eq!(word(&client.send(lines()).await), "ok");
+        server.on(On::Tool("append"), reply);
+        let write = bounded(answer, client.send(append("x"))).await;
+        let expected = if replayed { ("ok", 2) } else { ("unknown", 1) };
+        let calls = server.calls("append").len();
+        assert_eq!((word(&write), calls), expected, "own: {own}, answer: {answer}: {write:?}");
+    }
+}
+
+/// At the address that the URL names there is no proxy in between, whosever client it is.
+#[tokio::test]
+async fn a_client_of_the_users_that_is_seen_to_speak_plainly_is_known_like_our_own() {
+    let server = Server::start().await;
+    let connector = Connector::http((), Http::new(server.url()).client(reqwest::Client::new()));
+    let safety = WriteSafetyLayer::new(check_without_a_word).attempt_timeout(ms(300)).quarantine(ms(200));
+    let client = builder(connector).deadline(ms(2_000)).writes(safety).build().unwrap();
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    server.on(On::Tool("append"), Reply::new().stall());
+    let write = bounded("replayed", client.send(append("x"))).await;
+    assert_eq!((word(&write), server.calls("append").len()), ("ok", 2), "{write:?}");
+}
+
+// ===== What waits for its turn =====
+
+#[tokio::test]
+async fn a_call_whose_annotation_is_taken_back_while_it_waits_for_its_turn_is_not_sent() {
+    let server = Server::start().await;
+    let tools = |reads: bool| {
+        let tool = |name, reads: bool| json!({ "name": name, "inputSchema": { "type": "object" }, "annotations": { "readOnlyHint": reads } });
+        Reply::result(&json!({ "tools": [tool("lines", true), tool("append", reads)] }))
+    };
+    let (changed, hold) = (Gate::new(), Gate::new());
+    let word_of_it = r#"{"jsonrpc":"2.0","method":"notifications/tools/list_changed"}"#;
+    server.on(On::Get, Reply::sse().gate(&changed).chunk(format!("data: {word_of_it}\n\n")).stall());
+    server.on(On::Method("tools/list"), tools(true));
+    let config = StreamableHttpClientTransportConfig::with_uri(server.url()).max_concurrent_requests(1);
+    let connector = Connector::http((), config).tools(ToolRules::new().trust_annotations());
+    let client = Arc::new(Stack::builder(connector).deadline(BOUND).build().unwrap());
+    connected(&server, &client).await;
+
+    // One call holds up the other.
+    server.on(
+        On::Tool("lines"),
+        Reply::new().gate(&hold).then_http(
+            "200 OK",
+            &[JSON],
+            format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended()),
+        ),
+    );
+    server.always(On::Method("tools/list"), tools(false));
+    let first = spawn(&client, lines());
+    server.until_called("lines", 2).await;
+    let second = spawn(&client, append("x"));
+    sleep(ms(200)).await;
+    changed.open(1);
+    sleep(ms(300)).await;
+    hold.open(1);
+    assert_eq!(word(&bounded("held", first).await.unwrap()), "ok");
+    let error = bounded("refused", second).await.unwrap().unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+    assert_eq!((error.outcome(), server.calls("append").len()), (Outcome::NotDone, 0));
+
+    // Judged anew it is a write, and goes out.
+    assert_eq!(word(&client.send(append("y")).await), "ok");
+    assert_eq!(server.effects(), ["y"]);
 }
 
 // ===== What is never said =====
@@ -1735,7 +1951,7 @@ async fn the_standalone_stream_may_do_what_it_likes() {
         for _ in 0..4 {
             let (read, write) = (client.send(lines()).await, client.send(append("x")).await);
             assert_eq!((word(&read), word(&write)), ("ok", "ok"), "{stream}: {read:?} {write:?}");
-            tokio::time::sleep(ms(50)).await;
+            sleep(ms(50)).await;
         }
         assert_eq!((server.sessions(), client.generation()), (1, Some(1)), "{stream}");
         let gets = server.seen().iter().filter(|seen| seen.verb == "GET").count();
@@ -1812,7 +2028,7 @@ async fn a_kept_connection_that_the_server_closes_meanwhile_never_makes_two_of_o
         }
         // Whatever came of it, its script is used up.
         server.heal();
-        tokio::time::sleep(Duration::from_micros(nth * 53 % 1_700)).await;
+        sleep(Duration::from_micros(nth * 53 % 1_700)).await;
     }
     assert!(ok >= 75, "{ok} ok, {unknown} unknown");
     assert_eq!(events.of("in_doubt").len(), unknown);
@@ -1840,7 +2056,7 @@ async fn notifications_are_sent_once_and_never_again() {
     server.forget_sessions();
     let failed = bounded("a notification", client.notify(notification())).await.unwrap_err();
     assert_eq!(failed.outcome(), Outcome::Unknown, "{failed:?}");
-    tokio::time::sleep(ms(100)).await;
+    sleep(ms(100)).await;
     let sent = server.requests(method);
     assert_eq!(sent.len(), 4);
     assert!(sent.iter().all(|seen| seen.session.as_deref() == Some("s1")));

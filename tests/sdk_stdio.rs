@@ -14,7 +14,8 @@ use std::{
 };
 
 use goaround::{
-    Call, WriteSafetyLayer,
+    Call, Cause, Outcome, Refusal, Stack, WriteSafetyLayer,
+    mcp::ToolRules,
     sdk::{Client, Connector, Request},
     write_safety::ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
 };
@@ -601,4 +602,53 @@ async fn an_answer_that_the_sdk_drops_ends_at_the_deadline_and_the_next_call_has
         assert_eq!(handshakes.load(std::sync::atomic::Ordering::Relaxed), 2, "{answer}");
         assert_eq!(client.generation(), Some(2), "{answer}");
     }
+}
+
+/// Reads nothing, from its first answer to a call on, until `$log.on` is there, and says before that, once `$log.go`
+/// is, that its tools have changed.
+const HELD_UP: &str = r#"
+answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
+next() { read -r message || exit; id=${message#*'"id":'}; id=${id%%,*}; id=${id%%\}*}; }
+tools() { answer '{"tools":[{"name":"look","inputSchema":{"type":"object"},"annotations":{"readOnlyHint":true}},{"name":"odd","inputSchema":{"type":"object"},"annotations":{"readOnlyHint":'$1'}}]}'; }
+next; answer '{"protocolVersion":"2025-06-18","capabilities":{"tools":{"listChanged":true}},"serverInfo":{"name":"sh","version":"1"}}'
+next
+next; tools true
+next; answer '{"content":[]}'
+until [ -e "$log.go" ]; do sleep 0.02; done
+echo '{"jsonrpc":"2.0","method":"notifications/tools/list_changed"}'
+until [ -e "$log.on" ]; do sleep 0.02; done
+while next; do
+    case $message in
+        *'"name":"odd"'*) echo odd >>"$log"; answer '{"content":[]}' ;;
+        *'"method":"tools/list"'*) tools false ;;
+        *'"method":"ping"'*) answer '{}' ;;
+        *'"method":"tools/call"'*) echo look >>"$log"; answer '{"content":[]}' ;;
+    esac
+done
+"#;
+
+#[tokio::test]
+async fn a_call_whose_annotation_is_taken_back_while_it_waits_for_the_pipe_is_not_sent() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(HELD_UP).env("log", &log);
+    let connector = Connector::stdio((), command).tools(ToolRules::new().trust_annotations());
+    let client = Arc::new(Stack::builder(connector).deadline(BOUND).build().unwrap());
+    let call = |name: &'static str, padding: usize| Request::tool(name, json!({ "x": "x".repeat(padding) }));
+    assert_eq!(word(&bounded("connect", client.send(call("look", 1))).await), "ok");
+
+    let large = lab::spawn(&client, call("look", 200_000));
+    sleep(ms(200)).await;
+    let odd = lab::spawn(&client, call("odd", 1));
+    sleep(ms(200)).await;
+    fs::write(log.with_extension("go"), "").unwrap();
+    sleep(ms(500)).await;
+    fs::write(log.with_extension("on"), "").unwrap();
+    assert_eq!(word(&bounded("large", large).await.unwrap()), "ok");
+    let error = bounded("odd", odd).await.unwrap().unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    assert_eq!(word(&bounded("again", client.send(call("odd", 1))).await), "ok", "judged anew");
+    assert_eq!(fs::read_to_string(&log).unwrap(), "look\nodd\n");
 }

@@ -69,7 +69,7 @@ const ABANDONED: &str = "nobody waits for the answer any more";
 /// (`notifications/cancelled` over this very connection, or the end of the response's stream).
 ///
 /// - A `tools/call` that was taken for harmless by a trusted annotation is refused if the server's list on this
-///   connection does not say so ([`Refusal::EffectChanged`]).
+///   connection does not say so, or no longer says so when its turn comes ([`Refusal::EffectChanged`]).
 /// - A page of a list by a cursor of an earlier session is refused ([`Refusal::CursorOfAnotherSession`]).
 /// - Progress that the server reports for a call extends its [idle limit](Call::idle); while the user's handler
 ///   answers an elicitation, calls that asked for it ([`Call::pause_while_asking`]) stand still.
@@ -454,6 +454,18 @@ impl Inner {
         let loss = Closure::new("calls were lost");
         state.loss = Some((state.last_key, loss.clone()));
         loss
+    }
+
+    /// Whether the call may go out now: if the annotation by which it was taken for harmless was taken back while it
+    /// waited for its turn, it is refused.
+    pub(super) fn lets_go_out(&self, exchange: &Exchange) -> bool {
+        let request = &exchange.request;
+        let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);
+        if goes || off!(Annotation) {
+            return true;
+        }
+        exchange.refuse();
+        false
     }
 
     /// Whether what the call was taken for still holds on this connection.

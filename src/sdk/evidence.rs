@@ -13,12 +13,14 @@ use rmcp::{
 };
 
 use super::{exchange::Exchange, retry_after::retry_after, transport::TransportError};
-use crate::{CallError, Cause, Closure, Delivery, Evidence, Scope, ServerError};
+use crate::{CallError, Cause, Closure, Delivery, Evidence, Refusal, Scope, ServerError};
 
 /// What the transport saw of a call that did not end with the server's answer.
 pub(super) enum Sight {
     /// Not one byte of it was or will be written.
     NotSent(HttpErrorKind),
+    /// Nor was it, or will be, since the server has taken back the annotation by which it was taken for harmless.
+    EffectChanged,
     /// A refusal, and how long the server asks to wait.
     Evidence(Evidence, Option<Duration>, Option<u16>),
     /// 401, and the credentials are others now: worth a repetition, if the call may be repeated.
@@ -197,6 +199,7 @@ pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (C
 pub(super) fn seen(sight: Sight, error: Option<ServiceError>) -> CallError {
     match sight {
         Sight::NotSent(kind) => CallError::not_sent(HttpError::new(kind, None).caused_by(error)),
+        Sight::EffectChanged => CallError::refused(Refusal::EffectChanged),
         Sight::Evidence(evidence, wait, status) => {
             let kind = match evidence {
                 Evidence::SessionUnknown => HttpErrorKind::SessionUnknown,

@@ -40,6 +40,10 @@ struct State {
     sealed: bool,
     /// How many bytes the transport has accepted, and of how many; `None` where that is not seen.
     accepted: Option<(usize, usize)>,
+    /// An HTTP client has let go of the bytes, which may lie in a buffer of its own; the server has accepted the
+    /// request. Both together say that the last byte was sent.
+    let_go: bool,
+    taken_up: bool,
 }
 
 /// The exchange, as it travels with the SDK's request: never on the wire.
@@ -104,6 +108,30 @@ impl Exchange {
         }
     }
 
+    /// An HTTP client has let go of the bytes, and may have them in a buffer of its own.
+    pub(super) fn let_go(&self) {
+        let is_sent = {
+            let mut state = self.state();
+            state.let_go = true;
+            state.taken_up
+        };
+        if is_sent {
+            self.mark_sent();
+        }
+    }
+
+    /// The server has received and accepted the request, as its response's status says.
+    pub(super) fn taken_up(&self) {
+        let is_sent = {
+            let mut state = self.state();
+            state.taken_up = true;
+            state.let_go
+        };
+        if is_sent {
+            self.mark_sent();
+        }
+    }
+
     /// Marks that nothing was sent and nothing will be.
     pub(super) fn mark_withdrawn(&self) {
         if let Some(activity) = self.request.context().activity() {
@@ -113,7 +141,15 @@ impl Exchange {
 
     /// Withdraws the frame. `true`: not one byte of it was or will be written.
     pub(super) fn withdraw(&self) -> bool {
-        self.frame.withdraw() || matches!(self.state().sight, Some(Sight::NotSent(_)))
+        self.frame.withdraw() || matches!(self.state().sight, Some(Sight::NotSent(_) | Sight::EffectChanged))
+    }
+
+    /// The call is not what it was taken for, and does not go out.
+    pub(super) fn refuse(&self) {
+        if self.frame.withdraw() {
+            self.mark_withdrawn();
+            self.saw(Sight::EffectChanged);
+        }
     }
 
     /// The transport gave up before it asked for the first byte, or says so: from here on it gets none.

@@ -4,9 +4,13 @@
 use std::{
     collections::HashMap,
     fmt, io,
+    net::{IpAddr, SocketAddr},
     panic::AssertUnwindSafe,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll},
     time::{Duration, SystemTime},
 };
@@ -61,6 +65,8 @@ const RESUME: Duration = Duration::from_millis(500);
 const RESUME_AT_MOST: Duration = Duration::from_secs(30);
 /// The longest that a server may ask to wait before it.
 const RESUME_AS_ASKED: Duration = Duration::from_secs(600);
+/// Up to how many bytes a request is taken for one that any connection's buffers let through at once.
+const SMALL: usize = 8 << 10;
 /// How long the standalone stream waits at most before it is asked for again.
 const LISTEN_AT_MOST: Duration = Duration::from_secs(60);
 
@@ -95,6 +101,9 @@ impl Http {
     }
 
     /// The HTTP client to use. Without one, connections are not kept for reuse, as in the SDK.
+    ///
+    /// Of such a client less is known of when a request's last byte has left it, which a
+    /// [quarantine](crate::WriteSafetyLayer::quarantine) counts from: see [the module](crate::sdk#what-counts-as-sent).
     ///
     /// A client that retries by itself makes attempts that nobody counts, and one that follows redirects takes the
     /// session and the credentials along: switch both off (`reqwest::redirect::Policy::none()`). A timeout of the
@@ -207,6 +216,7 @@ pub(super) fn transport(
             resumptions: http.resumptions,
             credentials: Arc::clone(&http.credentials),
             refresh: http.refresh.clone(),
+            wire: Wire::new(&http.config.uri, http.client.is_none()),
         }),
     };
     Ok(StreamableHttpClientTransport::with_client(client, config))
@@ -339,6 +349,7 @@ struct Shared {
     resumptions: usize,
     credentials: Arc<Credentials>,
     refresh: Option<Refresh>,
+    wire: Wire,
 }
 
 /// What all requests of one exchange with the server have in common.
@@ -348,6 +359,17 @@ struct Line {
     session: Option<Arc<str>>,
     headers: HashMap<HeaderName, HeaderValue>,
     limits: StreamableHttpResponseLimits,
+}
+
+impl Line {
+    /// About how many bytes the head of a request has.
+    fn size(&self, token: &Token) -> usize {
+        const REST: usize = 512;
+        let headers = self.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
+        let session = self.session.as_ref().map_or(0, |session| session.len());
+        let token = token.value.as_ref().map_or(0, String::len);
+        REST + self.uri.len() + session + token + headers.sum::<usize>()
+    }
 }
 
 /// What is posted.
@@ -404,13 +426,21 @@ impl Client {
         let mut is_repeated = false;
         loop {
             let token = self.shared.credentials.current();
-            let body = Letterbody { bytes: Some(letter.body.clone()), exchange: letter.exchange.clone() };
+            let call = letter.exchange.as_ref().map(|exchange| Posted {
+                exchange: Arc::clone(exchange),
+                inner: Arc::clone(&self.shared.inner),
+                is_through: self.shared.wire.is_through(line.size(&token) + letter.body.len()),
+            });
+            let body = Letterbody { bytes: Some(letter.body.clone()), call };
             let request = self
                 .request(http::Method::POST, &line, &token)
                 .header(CONTENT_TYPE, HeaderValue::from_static(JSON))
                 .body(reqwest::Body::wrap(body));
             let response = match request.send().await {
-                Ok(response) => response,
+                Ok(response) => {
+                    self.shared.wire.observe(&response, &line.uri);
+                    response
+                }
                 Err(error) => {
                     if let Some(exchange) = &letter.exchange {
                         // The HTTP library may still have the body.
@@ -428,6 +458,13 @@ impl Client {
                 // A refusal of what the client asked there; the call itself was answered with a redirect.
                 letter.saw(Sight::Odd(HttpErrorKind::Redirect, Some(status.as_u16())));
                 return Err(failed(status, None));
+            }
+            // A refusal may come before the server has read the request to its end.
+            if let Some(exchange) = &letter.exchange
+                && status.is_success()
+                && !is_elsewhere(&response, &line.uri)
+            {
+                exchange.taken_up();
             }
             if status != StatusCode::UNAUTHORIZED {
                 self.shared.credentials.accepted(token.number);
@@ -919,7 +956,37 @@ impl Answering {
 /// A request's body: whoever takes it takes the call's frame.
 struct Letterbody {
     bytes: Option<Bytes>,
-    exchange: Option<Arc<Exchange>>,
+    call: Option<Posted>,
+}
+
+/// A call whose body is posted.
+struct Posted {
+    exchange: Arc<Exchange>,
+    inner: Arc<Inner>,
+    /// Whether the system has what the HTTP client lets go of.
+    is_through: bool,
+}
+
+/// A call's bytes in the hands of the HTTP client, until it lets go of them: written, copied, or given up.
+struct Held {
+    bytes: Bytes,
+    exchange: Arc<Exchange>,
+    is_through: bool,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        match self.is_through {
+            true => self.exchange.mark_sent(),
+            false => self.exchange.let_go(),
+        }
+    }
 }
 
 impl Body for Letterbody {
@@ -931,14 +998,15 @@ impl Body for Letterbody {
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let Some(bytes) = self.bytes.take() else { return Poll::Ready(None) };
-        if let Some(exchange) = &self.exchange {
-            if !exchange.frame.take() {
-                return Poll::Ready(Some(Err(io::Error::other("withdrawn"))));
-            }
-            // What is left between here and the socket is the HTTP library's buffer and no queue.
-            exchange.mark_sent();
+        let Some(Posted { exchange, inner, is_through }) = self.call.take() else {
+            return Poll::Ready(Some(Ok(Frame::data(bytes))));
+        };
+        if !inner.lets_go_out(&exchange) || !exchange.frame.take() {
+            return Poll::Ready(Some(Err(io::Error::other("withdrawn"))));
         }
-        Poll::Ready(Some(Ok(Frame::data(bytes))))
+        // Taken is not sent: a large body stays with the client as long as the server does not read.
+        let held = Held { bytes, exchange, is_through };
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from_owner(held)))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -948,6 +1016,62 @@ impl Body for Letterbody {
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
     }
+}
+
+// ===== impl Wire =====
+
+/// What is known of the way from the HTTP client to the system. Over plain HTTP/1 on a socket the client keeps the
+/// bytes that it was given until the system has them. Over TLS and HTTP/2 it copies them, into buffers that nobody
+/// sees into.
+struct Wire {
+    /// The client is this crate's: each request has a connection of its own.
+    is_own: bool,
+    /// It is plain HTTP/1 on a socket.
+    is_plain: AtomicBool,
+}
+
+impl Wire {
+    fn new(uri: &str, is_own: bool) -> Self {
+        let is_http = reqwest::Url::parse(uri).is_ok_and(|url| url.scheme() == "http");
+        // On Windows the proxy may also be set where it is not seen here.
+        let is_plain = is_own && is_http && !cfg!(windows) && !has_tls_proxy(|name| std::env::var(name).ok());
+        Self { is_own, is_plain: AtomicBool::new(is_plain) }
+    }
+
+    /// Looks at what a client of the caller's, of which nothing is known, has done: only where it is connected to
+    /// the very address is there no proxy, to which it may speak TLS.
+    fn observe(&self, response: &reqwest::Response, uri: &str) {
+        if !self.is_own {
+            let is_plain = response.version() <= http::Version::HTTP_11
+                && response.remote_addr().is_some_and(|address| is_address_of(address, uri));
+            self.is_plain.store(is_plain, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the system has what the client lets go of, of a request with so many bytes in all. What is small
+    /// passes any buffer at once where it is the first on its connection.
+    fn is_through(&self, bytes: usize) -> bool {
+        self.is_plain.load(Ordering::Relaxed) || (self.is_own && bytes <= SMALL)
+    }
+}
+
+/// Whether a proxy of the environment's may be spoken to over TLS.
+fn has_tls_proxy(variable: impl Fn(&str) -> Option<String>) -> bool {
+    let names = ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
+    let is_tls =
+        |proxy: String| proxy.trim().get(..6).is_some_and(|head| head.eq_ignore_ascii_case("https:"));
+    names.into_iter().filter_map(variable).any(is_tls)
+}
+
+/// Whether that is the address of a plain URL, as far as the URL says it by itself.
+fn is_address_of(address: SocketAddr, uri: &str) -> bool {
+    let Ok(url) = reqwest::Url::parse(uri) else { return false };
+    let Some(host) = url.host_str() else { return false };
+    let is_host = match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+        Ok(ip) => ip == address.ip(),
+        Err(_) => host == "localhost" && address.ip().is_loopback(),
+    };
+    url.scheme() == "http" && is_host && url.port_or_known_default() == Some(address.port())
 }
 
 // ===== responses =====
@@ -1067,8 +1191,9 @@ mod tests {
 
     use super::*;
     use crate::{
-        Delivery,
-        sdk::{Request, evidence::seen},
+        Activity, Call, Delivery,
+        mcp::ToolRules,
+        sdk::{Request, connection::Kind, evidence::seen, session::Memory},
     };
 
     /// The first frame of that body, if it gives one.
@@ -1079,18 +1204,99 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_body_that_was_said_not_to_be_sent_is_not_sent_later_and_one_that_was_begun_is_in_doubt() {
+    /// A write, what is marked of it, and its body.
+    fn posted(is_through: bool) -> (Arc<Exchange>, Arc<Activity>, Letterbody) {
+        let (inner, _) =
+            Inner::new(Kind::Http, Arc::new(Memory::new(ToolRules::new())), Duration::from_secs(5), None, 1);
+        let mut request = Request::ping();
+        let activity = Arc::new(Activity::default());
+        request.context_mut().set_activity(Some(Arc::clone(&activity)));
+        assert!(activity.adopt());
+        let exchange = Arc::new(Exchange::new(request, 1, 0));
+        let call = Some(Posted { exchange: Arc::clone(&exchange), inner, is_through });
+        (exchange, activity, Letterbody { bytes: Some(Bytes::from_static(b"{}")), call })
+    }
+
+    fn is_sent(activity: &Activity) -> bool {
+        activity.poll_sent(&mut Context::from_waker(Waker::noop())).is_ok()
+    }
+
+    #[tokio::test]
+    async fn a_body_that_was_said_not_to_be_sent_is_not_sent_later_and_one_that_was_begun_is_in_doubt() {
         for begun in [false, true] {
-            let exchange = Arc::new(Exchange::new(Request::ping(), 1, 0));
-            let bytes = Some(Bytes::from_static(b"{}"));
-            let mut body = Letterbody { bytes, exchange: Some(Arc::clone(&exchange)) };
+            let (exchange, _, mut body) = posted(true);
             assert!(!begun || first_frame(&mut body).is_some());
             // As where a client's own timeout ends the request, and the connection still has its body.
             exchange.failed_to_send(HttpErrorKind::NoResponse);
             let said = seen(exchange.take_sight().unwrap(), None).delivery();
             assert_eq!(said, if begun { Delivery::Ambiguous } else { Delivery::NotSent });
             assert_eq!(first_frame(&mut body), None);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_is_sent_once_the_client_has_let_go_of_it_and_where_that_is_a_copy_once_it_was_taken_up() {
+        let (_, activity, mut body) = posted(true);
+        let data = first_frame(&mut body).unwrap();
+        let part = data.slice(1..);
+        drop((body, data));
+        assert!(!is_sent(&activity), "the client has a part of it");
+        drop(part);
+        assert!(is_sent(&activity));
+
+        for taken_up_first in [false, true] {
+            let (exchange, activity, mut body) = posted(false);
+            let data = first_frame(&mut body).unwrap();
+            if taken_up_first {
+                exchange.taken_up();
+                assert!(!is_sent(&activity));
+                drop(data);
+            } else {
+                drop(data);
+                assert!(!is_sent(&activity));
+                exchange.taken_up();
+            }
+            assert!(is_sent(&activity));
+        }
+    }
+
+    #[test]
+    fn a_wire_is_plain_only_where_that_is_known() {
+        let (own, theirs) = ("http://a.example/mcp", "https://a.example/mcp");
+        let large = SMALL + 1;
+        let through = |uri, is_own, bytes| Wire::new(uri, is_own).is_through(bytes);
+        if !has_tls_proxy(|name| std::env::var(name).ok()) && !cfg!(windows) {
+            assert!(through(own, true, large));
+        }
+        assert!(through(theirs, true, SMALL) && !through(theirs, true, large));
+        assert!(!through(own, false, 1) && !through(theirs, false, 1));
+
+        for (name, value, is) in [
+            ("HTTP_PROXY", "https://proxy.example", true),
+            ("all_proxy", " HTTPS://proxy.example", true),
+            ("http_proxy", "http://proxy.example", false),
+            ("ALL_PROXY", "socks5://proxy.example", false),
+            ("HTTPS_PROXY", "https://proxy.example", false),
+            ("HTTP_PROXY", "", false),
+        ] {
+            assert_eq!(
+                has_tls_proxy(|asked| (asked == name).then(|| value.to_owned())),
+                is,
+                "{name}={value}"
+            );
+        }
+        for (address, uri, is) in [
+            ("127.0.0.1:80", "http://127.0.0.1/mcp", true),
+            ("127.0.0.1:8000", "http://localhost:8000/", true),
+            ("[::1]:80", "http://[::1]/", true),
+            ("127.0.0.1:8001", "http://localhost:8000/", false),
+            ("10.0.0.1:80", "http://localhost/", false),
+            ("10.0.0.1:80", "http://10.0.0.2/", false),
+            ("10.0.0.1:80", "http://a.example/", false),
+            ("10.0.0.1:443", "https://10.0.0.1/", false),
+            ("10.0.0.1:80", "nonsense", false),
+        ] {
+            assert_eq!(is_address_of(address.parse().unwrap(), uri), is, "{address} {uri}");
         }
     }
 

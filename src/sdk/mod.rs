@@ -105,6 +105,21 @@
 //! A call whose future is dropped, or that has expired, is cancelled as its era has it, over the connection that it
 //! was sent on and no other.
 //!
+//! # What counts as sent
+//!
+//! A [quarantine](crate::WriteSafetyLayer::quarantine) counts from the last byte of a request, and no replay without a
+//! check begins before it. Over pipes that is seen. Over HTTP the client that lies below has buffers of its own, where
+//! a body may wait as long as the server does not read it:
+//!
+//! | the way to the server | the last byte counts as sent |
+//! |---|---|
+//! | `http`, by the client of this module, or by one of the caller's to the very address in the URL (an IP address or `localhost`) | when the system has taken it |
+//! | `https`, HTTP/2, or a proxy that is spoken to over TLS, by the client of this module, up to 8 KiB with its headers | the same: it is the first request on its connection, whose buffers let so much through at once |
+//! | larger ones, and everything else by a client of the caller's | when the server answers with a status of success, that is, has received it |
+//!
+//! Where that has not come the call counts as still being sent, whatever ended it, and no declared fence holds: the
+//! outcome is then unknown unless the check finds that the write landed, or names a fence of its own.
+//!
 //! # What is logged
 //!
 //! What this crate logs holds no token, session id, argument or result. The SDK's own log (target `rmcp`) is another

@@ -169,7 +169,8 @@ impl Transport<RoleClient> for Witness {
             _ => {}
         }
         let own = exchange.filter(|_| !self.takes);
-        let withdrawn = own.as_ref().is_some_and(|exchange| !exchange.frame.take());
+        let goes = |exchange: &Arc<Exchange>| self.inner.lets_go_out(exchange) && exchange.frame.take();
+        let withdrawn = own.as_ref().is_some_and(|exchange| !goes(exchange));
         let sending = (!withdrawn).then(|| self.transport.send(message));
         async move {
             let Some(sending) = sending else { return Err(TransportError::withdrawn()) };
@@ -372,7 +373,7 @@ impl AnyTransport for Pipe {
             };
             match exchange {
                 Some(exchange) => {
-                    if !exchange.begin(frame.len()) {
+                    if !inner.lets_go_out(&exchange) || !exchange.begin(frame.len()) {
                         return Err(TransportError::withdrawn());
                     }
                     let written = Writing { exchange: &exchange, writer, frame: &frame, at: 0 }.await;
