@@ -1075,6 +1075,121 @@ async fn a_question_whose_handler_panics_is_answered_and_holds_up_no_deadline() 
     assert!(!answers[0].to_string().contains("as this test wants"));
 }
 
+/// A user who makes up his mind about no question.
+struct Undecided;
+
+impl ClientHandler for Undecided {
+    async fn create_elicitation(
+        &self,
+        _: ElicitRequestParams,
+        _: rmcp::service::RequestContext<RoleClient>,
+    ) -> Result<ElicitResult, rmcp::ErrorData> {
+        std::future::pending().await
+    }
+}
+
+fn question(id: &str) -> Value {
+    let params = json!({ "message": "sure?", "requestedSchema": { "type": "object", "properties": {} } });
+    json!({ "jsonrpc": "2.0", "id": id, "method": "elicitation/create", "params": params })
+}
+
+fn taken_back(id: &str) -> Value {
+    json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": { "requestId": id } })
+}
+
+/// A server that says such things before it answers `initialize`, when a tool is called, and ten seconds after that.
+/// It answers no call of a tool; what it is answered is kept.
+fn saying(
+    in_handshake: Vec<Value>,
+    at_call: Vec<Value>,
+    later: Vec<Value>,
+) -> (Connector, Arc<Mutex<Vec<Value>>>) {
+    let answers: Arc<Mutex<Vec<Value>>> = Arc::default();
+    let seen = Arc::clone(&answers);
+    let connector = Connector::new(Undecided, move || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (seen, in_handshake) = (Arc::clone(&seen), in_handshake.clone());
+        let (at_call, later) = (at_call.clone(), later.clone());
+        tokio::spawn(async move {
+            let (read, mut write) = tokio::io::split(theirs);
+            let mut lines = BufReader::new(read).lines();
+            while let Ok(Some(line)) = lines.next_line().await {
+                let message: Value = serde_json::from_str(&line).unwrap();
+                let answer =
+                    |result: Value| json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+                let mut said = Vec::new();
+                match message["method"].as_str() {
+                    Some("initialize") => {
+                        said.clone_from(&in_handshake);
+                        said.push(answer(json!({
+                            "protocolVersion": "2025-06-18", "capabilities": {},
+                            "serverInfo": { "name": "mem", "version": "1" },
+                        })));
+                    }
+                    Some("ping") => said.push(answer(json!({}))),
+                    Some("tools/call") => said.clone_from(&at_call),
+                    Some(_) => {}
+                    None => seen.lock().unwrap().push(message.clone()),
+                }
+                for said in said {
+                    write.write_all(format!("{said}\n").as_bytes()).await.unwrap();
+                }
+                if message["method"] == "tools/call" && !later.is_empty() {
+                    tokio::time::sleep(Duration::from_secs(10)).await;
+                    for said in &later {
+                        write.write_all(format!("{said}\n").as_bytes()).await.unwrap();
+                    }
+                }
+            }
+        });
+        Ok::<_, std::io::Error>(ours)
+    });
+    (connector, answers)
+}
+
+/// The SDK drops a question of the handshake without an answer. No later call stands still for its sake, nor for one
+/// that was taken back.
+#[tokio::test(start_paused = true)]
+async fn a_question_that_nobody_will_answer_holds_up_no_call_for_ever() {
+    for (what, in_handshake, at_call) in [
+        ("none", vec![], vec![]),
+        ("in the handshake", vec![question("q")], vec![]),
+        ("taken back", vec![], vec![question("q"), taken_back("q")]),
+        ("twice, and taken back", vec![], vec![question("q"), question("q"), taken_back("q")]),
+        ("both", vec![question("q")], vec![question("q"), taken_back("q")]),
+    ] {
+        let (connector, _) = saying(in_handshake, at_call, vec![]);
+        let client = Lab::new().stack(connector);
+        let write = Request::from(tool("w_ask")).pause_while_asking().within(Duration::from_secs(2));
+        let start = tokio::time::Instant::now();
+        let error = tokio::time::timeout(Duration::from_secs(3600), client.send(write)).await;
+        let error = error.unwrap_or_else(|_| panic!("{what}: hangs")).unwrap_err();
+        assert_eq!((error.outcome(), start.elapsed()), (Outcome::Unknown, Duration::from_secs(2)), "{what}");
+    }
+
+    // One that is open holds it up all the same.
+    let (connector, _) = saying(vec![], vec![question("q")], vec![taken_back("q")]);
+    let client = Lab::new().stack(connector);
+    let write = Request::from(tool("w_ask")).pause_while_asking().within(Duration::from_secs(2));
+    let start = tokio::time::Instant::now();
+    let error =
+        tokio::time::timeout(Duration::from_secs(3600), client.send(write)).await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), start.elapsed()), (Outcome::Unknown, Duration::from_secs(12)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn questions_that_were_taken_back_leave_their_places_to_others() {
+    let ids: Vec<_> = (0..3_000).map(|nth| format!("q{nth}")).collect();
+    let at_call = ids.iter().flat_map(|id| [question(id), taken_back(id)]).collect();
+    let ping = json!({ "jsonrpc": "2.0", "id": "p", "method": "ping" });
+    let (connector, answers) = saying(vec![], at_call, vec![ping]);
+    let client = Lab::new().stack(connector);
+    let call = client.send(Request::from(tool("w_ask")).within(Duration::from_secs(20))).await;
+    assert_eq!(call.unwrap_err().outcome(), Outcome::Unknown);
+    let answers = answers.lock().unwrap();
+    assert_eq!((answers.len(), &answers[0]["id"], &answers[0]["result"]), (1, &json!("p"), &json!({})));
+}
+
 #[tokio::test]
 async fn a_call_that_is_withdrawn_while_the_sdk_has_yet_to_take_it_leaves_nothing_behind() {
     let connection = tower::Service::call(&mut in_memory(&[]), ()).await.unwrap();

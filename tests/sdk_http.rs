@@ -1226,6 +1226,35 @@ async fn a_call_that_nobody_waits_for_is_cancelled_by_the_custom_of_its_era() {
     }
 }
 
+/// The streams of calls that nobody waits for are let go, whatever the server does with the word of that.
+#[tokio::test]
+async fn streams_of_calls_that_were_given_up_do_not_pile_up_behind_a_cancellation_that_hangs() {
+    const CALLS: usize = 80;
+    let server = Server::start().await;
+    let client = Arc::new(builder(http(&server)).build().unwrap());
+    connected(&server, &client).await;
+    server.always(On::Tool("append"), Reply::sse().stall());
+    server.always(On::Method("notifications/cancelled"), Reply::new().stall());
+    let calls: Vec<_> = (0..CALLS).map(|_| spawn(&client, append("x").within(ms(1_000)))).collect();
+    server.until_called("append", CALLS).await;
+    for call in calls {
+        assert_eq!(word(&bounded("given up", call).await.unwrap()), "unknown");
+    }
+    let begin = Instant::now();
+    let all_left = |seen: &[Seen]| {
+        seen.iter().filter(|seen| seen.tool() == Some("append")).all(|call| server.left(call))
+    };
+    server.until(all_left).await;
+    assert!(begin.elapsed() < ms(3_000), "{:?}", begin.elapsed());
+    // A server that does not take them is not sent more and more of them.
+    let cancelled =
+        |seen: &[Seen]| seen.iter().filter(|seen| seen.method() == "notifications/cancelled").count();
+    server.until(|seen| cancelled(seen) >= 64).await;
+    // It answers everything else, so that the session goes on.
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    assert_eq!((cancelled(&server.seen()), client.generation()), (64, Some(1)));
+}
+
 #[tokio::test]
 async fn what_was_sent_on_a_session_that_is_gone_is_not_cancelled_on_the_next() {
     let server = Server::start().await;
@@ -1741,8 +1770,10 @@ async fn a_quarantine_counts_from_where_the_last_byte_is_known_to_have_been_sent
         (true, "a refusal", refused(), true),
         (false, "none", stalled(), false),
         (false, "a stream that is cut", cut(), true),
-        // It may have come before the request was read.
-        (false, "a refusal", refused(), false),
+        (false, "a refusal", refused(), true),
+        // It may have come before the request was read to its end.
+        (false, "a refusal of a large one", refused(), false),
+        (true, "a refusal of a large one", refused(), true),
     ] {
         let server = Server::start().await;
         let client = reqwest::Client::builder().resolve("server.test", server.address()).build().unwrap();
@@ -1758,7 +1789,8 @@ async fn a_quarantine_counts_from_where_the_last_byte_is_known_to_have_been_sent
         let client = builder(connector).deadline(ms(2_000)).writes(safety).build().unwrap();
         assert_eq!(word(&client.send(lines()).await), "ok");
         server.on(On::Tool("append"), reply);
-        let write = bounded(answer, client.send(append("x"))).await;
+        let line = "x".repeat(if answer.contains("large") { 20_000 } else { 1 });
+        let write = bounded(answer, client.send(append(&line))).await;
         let expected = if replayed { ("ok", 2) } else { ("unknown", 1) };
         let calls = server.calls("append").len();
         assert_eq!((word(&write), calls), expected, "own: {own}, answer: {answer}: {write:?}");

@@ -652,3 +652,27 @@ async fn a_call_whose_annotation_is_taken_back_while_it_waits_for_the_pipe_is_no
     assert_eq!(word(&bounded("again", client.send(call("odd", 1))).await), "ok", "judged anew");
     assert_eq!(fs::read_to_string(&log).unwrap(), "look\nodd\n");
 }
+
+/// What a server asks that does not read its answers must not be kept without a bound.
+#[tokio::test]
+async fn a_flood_of_questions_from_a_server_that_reads_nothing_is_bounded() {
+    const FLOOD: &str = r#"
+read -r message; id=${message#*'"id":'}; id=${id%%,*}; id=${id%%\}*}
+echo '{"jsonrpc":"2.0","id":'$id',"result":{"protocolVersion":"2025-06-18","capabilities":{"tools":{}},"serverInfo":{"name":"sh","version":"1"}}}'
+read -r message
+seq 1 100000 | sed 's/.*/{"jsonrpc":"2.0","id":&,"method":"ping"}/'
+exec sleep 1000
+"#;
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(FLOOD);
+    let client = Arc::new(builder(Connector::stdio((), command)).deadline(BOUND).build().unwrap());
+    let call = lab::spawn(&client, lines());
+    let (metrics, begin) = (tokio::runtime::Handle::current().metrics(), Instant::now());
+    let mut most = 0;
+    while begin.elapsed() < Duration::from_secs(8) && most < 5_000 {
+        most = most.max(metrics.num_alive_tasks());
+        sleep(ms(20)).await;
+    }
+    call.abort();
+    assert!(most < 5_000, "{most} tasks wait to write an answer that nobody reads");
+}

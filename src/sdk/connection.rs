@@ -18,8 +18,8 @@ use std::{
 use rmcp::{
     Peer, RoleClient, ServiceError,
     model::{
-        ClientNotification, ClientRequest, CustomRequest, GetMeta, PingRequest, ProgressToken, RequestId,
-        ServerJsonRpcMessage, ServerNotification, ServerRequest, ServerResult,
+        ClientNotification, ClientRequest, CustomRequest, GetExtensions, GetMeta, PingRequest, ProgressToken,
+        RequestId, ServerJsonRpcMessage, ServerNotification, ServerResult,
     },
     service::{PeerRequestOptions, RequestHandle},
 };
@@ -33,6 +33,7 @@ use super::{
     HttpError, Request,
     evidence::judge,
     exchange::Exchange,
+    questions::{Place, Questions},
     session::{Lesson, Memory},
 };
 use crate::{
@@ -48,14 +49,14 @@ use crate::{
 const MAX_IN_FLIGHT: usize = 65_536;
 /// Why a connection takes no calls any more whose session the server has forgotten.
 pub(super) const SESSION_LOST: &str = "the server does not know the session any more";
-/// How many questions of the server hold up calls at once.
-const MAX_QUESTIONS: usize = 1024;
 /// How long calls without a deadline keep a connection open whose server is silent.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a process whose handshake it ended by its own end is waited for.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long it may take to tell the server that nobody waits for an answer any more.
-const CANCEL: Duration = Duration::from_secs(5);
+pub(super) const CANCEL: Duration = Duration::from_secs(5);
+/// How many cancellations, or answers to the server's questions, are posted at once.
+const MAX_BESIDE: usize = 64;
 /// After how long a list of tools is read that the server says has changed.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 /// Why the server is told that nobody waits for an answer any more.
@@ -114,6 +115,8 @@ pub(super) struct Inner {
     pub(super) number: u64,
     /// Whether the list of tools is about to be read.
     is_listing: AtomicBool,
+    /// How many cancellations and answers are being posted, each by itself.
+    posting: watch::Sender<usize>,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
     has_handshake: AtomicBool,
 }
@@ -140,8 +143,8 @@ struct State {
     session_gone: bool,
     /// Nor is one waited for.
     ended: bool,
-    /// Questions of the server that the user is answering, and what stands still meanwhile.
-    questions: HashSet<RequestId>,
+    /// What the server asks, and what stands still while the user is asked.
+    questions: Questions,
     pauses: HashMap<u64, Pause>,
     /// The cursors that this session has handed out.
     cursors: Cursors,
@@ -176,6 +179,7 @@ impl Inner {
             tools: Arc::default(),
             number,
             is_listing: AtomicBool::new(false),
+            posting: watch::Sender::new(0),
             has_handshake: AtomicBool::new(false),
         };
         (Arc::new(inner), exited)
@@ -206,6 +210,24 @@ impl Inner {
     /// The SDK begins with the handshake, or falls back to it.
     pub(super) fn shakes_hands(&self) {
         self.has_handshake.store(true, Ordering::Relaxed);
+    }
+
+    // ----- what is told beside the calls
+
+    /// Begins to post something beside the calls; `None` if too much of it is under way.
+    pub(super) fn post_beside(self: &Arc<Self>) -> Option<Beside> {
+        let begins = self.posting.send_if_modified(|posting| {
+            let begins = *posting < MAX_BESIDE;
+            *posting += usize::from(begins);
+            begins
+        });
+        begins.then(|| Beside(Arc::clone(self)))
+    }
+
+    /// Waits until nothing is posted beside the calls.
+    async fn all_is_told(&self) {
+        let mut posting = self.posting.subscribe();
+        let _ = posting.wait_for(|posting| *posting == 0).await;
     }
 
     // ----- what the transport tells
@@ -254,8 +276,8 @@ impl Inner {
         self.lock().heard
     }
 
-    /// A message came from the server.
-    pub(super) fn received(self: &Arc<Self>, message: &ServerJsonRpcMessage) {
+    /// A message came from the server. `false`: the SDK is not to see it.
+    pub(super) fn received(self: &Arc<Self>, message: &mut ServerJsonRpcMessage) -> bool {
         let to_nothing = match message {
             ServerJsonRpcMessage::Response(answer) => !self.has_asked(Some(&answer.id)),
             ServerJsonRpcMessage::Error(answer) => !self.has_asked(answer.id.as_ref()),
@@ -263,7 +285,7 @@ impl Inner {
         };
         // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
         if to_nothing {
-            return;
+            return true;
         }
         self.heard();
         match message {
@@ -290,17 +312,26 @@ impl Inner {
                 }
                 ServerNotification::CancelledNotification(cancelled) => {
                     if let Some(id) = &cancelled.params.request_id {
-                        self.question_answered(id);
+                        drop(self.with_questions(|questions| questions.end(id)));
                     }
                 }
                 _ => {}
             },
             ServerJsonRpcMessage::Request(request) => {
-                if matches!(request.request, ServerRequest::ElicitRequest(_)) {
-                    self.question(request.id.clone());
-                }
+                let place = {
+                    let mut state = self.lock();
+                    let place = state.questions.open(&request.id, self);
+                    place.map(|place| (state.questions.ask(&request.id, &place), place))
+                };
+                let Some((_replaced, place)) = place else {
+                    tracing::debug!(target: "goaround", "a question of a server that reads no answers was ignored");
+                    return false;
+                };
+                // Whoever drops the request frees its place, the SDK in its handshake for one.
+                request.request.extensions_mut().insert(place);
             }
         }
+        true
     }
 
     fn answered(&self, id: &RequestId, success: bool) {
@@ -321,27 +352,34 @@ impl Inner {
         id.is_some_and(|id| (0..=self.lock().last_id).contains(&id))
     }
 
-    /// The server asks something of the user: calls that want it stand still.
-    fn question(&self, id: RequestId) {
+    /// The server asks something of the user, if it still does: calls that want it stand still.
+    pub(super) fn user_is_asked(&self, begin: impl FnOnce(&mut Questions) -> bool) {
         let mut state = self.lock();
-        if state.questions.len() >= MAX_QUESTIONS {
-            return;
-        }
-        state.questions.insert(id);
-        let calls: Vec<_> = state.calls.values().cloned().collect();
-        for call in calls {
-            state.pause(&call);
+        if begin(&mut state.questions) {
+            let calls: Vec<_> = state.calls.values().cloned().collect();
+            for call in calls {
+                state.pause(&call);
+            }
         }
     }
 
-    /// The question is answered, or taken back.
-    pub(super) fn question_answered(&self, id: &RequestId) {
-        let over = {
+    /// Changes what is known of the server's questions. What stood still while the user was asked goes on when he no
+    /// longer is.
+    pub(super) fn with_questions<T>(&self, change: impl FnOnce(&mut Questions) -> T) -> T {
+        let (changed, over) = {
             let mut state = self.lock();
-            state.questions.remove(id);
-            if state.questions.is_empty() { mem::take(&mut state.pauses) } else { HashMap::new() }
+            let changed = change(&mut state.questions);
+            let over = !state.questions.is_user_asked();
+            (changed, if over { mem::take(&mut state.pauses) } else { HashMap::new() })
         };
         drop(over);
+        changed
+    }
+
+    /// An answer to a question is given to the transport. Its place is held until it is written.
+    pub(super) fn answers(self: &Arc<Self>, id: &RequestId) -> Option<Place> {
+        let place = self.with_questions(|questions| questions.end(id));
+        place.or_else(|| self.with_questions(|questions| questions.open(id, self)))
     }
 
     // ----- the end
@@ -412,7 +450,7 @@ impl Inner {
         state.last_key += 1;
         let exchange = Arc::new(Exchange::new(request, state.last_key, state.heard));
         state.calls.insert(exchange.key, Arc::clone(&exchange));
-        if !state.questions.is_empty() {
+        if state.questions.is_user_asked() {
             state.pause(&exchange);
         }
         Ok(exchange)
@@ -608,6 +646,17 @@ async fn judge_silence(connection: Weak<Inner>) {
             () = stirred => {}
             () = sleep_until(until) => {}
         }
+    }
+}
+
+// ===== impl Beside =====
+
+/// Something that is posted beside the calls.
+pub(super) struct Beside(Arc<Inner>);
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.0.posting.send_modify(|posting| *posting -= 1);
     }
 }
 
@@ -963,8 +1012,12 @@ impl Waiting {
         let runtime = inner.runtime.clone();
         runtime.spawn(async move {
             // The connection stays open until it is told.
-            let _handle = handle;
-            let _ = timeout(CANCEL, answer.cancel(Some(ABANDONED.to_owned()))).await;
+            let handle = handle;
+            let told = async {
+                let _ = answer.cancel(Some(ABANDONED.to_owned())).await;
+                handle.0.all_is_told().await;
+            };
+            let _ = timeout(CANCEL, told).await;
         });
     }
 }

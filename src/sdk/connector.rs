@@ -18,13 +18,14 @@ use rmcp::{
     },
     transport::IntoTransport,
 };
-use tokio::process::Command;
+use tokio::{process::Command, time::sleep};
 use tower::Service;
 
 use super::{
     Http, Request, Unauthorized,
     connection::{Connection, Inner, Kind, Running},
     http,
+    questions::Place,
     session::{Memory, restore},
     transport::{AnyTransport, Foreign, Pipe, Witness},
 };
@@ -39,6 +40,8 @@ use crate::{
 
 /// How long the SDK's client may take to end, with the session's end at the server.
 const CLOSE: Duration = Duration::from_secs(6);
+/// How long the user's handler may go on with what the server has taken back.
+const TAKEN_BACK: Duration = Duration::from_secs(5);
 
 /// Makes connections to one MCP server by the SDK's client: over the pipes of a child process, over Streamable HTTP,
 /// or over a transport of the user's. All three are this one type.
@@ -392,11 +395,27 @@ impl<H: ClientHandler> rmcp::Service<RoleClient> for Careful<H> {
     async fn handle_request(
         &self,
         request: ServerRequest,
-        context: RequestContext<RoleClient>,
+        mut context: RequestContext<RoleClient>,
     ) -> Result<ClientResult, ErrorData> {
+        let asks_user = matches!(request, ServerRequest::ElicitRequest(_));
+        let place = context.extensions.remove::<Place>();
+        // Ends with this future too.
+        let asking = place.map(|place| place.handle(context.id.clone(), asks_user));
+        let taken_back = context.ct.clone();
         let handling = AssertUnwindSafe(rmcp::Service::handle_request(&self.0, request, context));
         let failed = |_| Err(ErrorData::internal_error("the request's handler failed", None));
-        handling.catch_unwind().await.unwrap_or_else(failed)
+        let answer = tokio::select! {
+            biased;
+            answer = handling.catch_unwind() => answer.unwrap_or_else(failed),
+            // It may put its things in order, and takes no place for ever.
+            () = async { taken_back.cancelled().await; sleep(TAKEN_BACK).await } => {
+                Err(ErrorData::internal_error("the request was taken back", None))
+            }
+        };
+        if let Some(asking) = asking {
+            asking.end();
+        }
+        answer
     }
 
     fn handle_notification(

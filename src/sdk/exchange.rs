@@ -9,6 +9,7 @@ use std::{
 };
 
 use rmcp::model::{ClientJsonRpcMessage, ClientRequest, GetExtensions};
+use tokio::sync::Notify;
 
 use super::{HttpErrorKind, Request, evidence::Sight};
 use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame};
@@ -24,6 +25,8 @@ pub(super) struct Exchange {
     /// How often the peer had been heard when the request was given away.
     heard: AtomicU64,
     begun: AtomicBool,
+    /// The frame was withdrawn.
+    gone: Notify,
     state: Mutex<State>,
 }
 
@@ -59,6 +62,7 @@ impl Exchange {
             id: AtomicI64::new(-1),
             heard: AtomicU64::new(heard),
             begun: AtomicBool::new(false),
+            gone: Notify::new(),
             state: Mutex::default(),
         }
     }
@@ -141,7 +145,17 @@ impl Exchange {
 
     /// Withdraws the frame. `true`: not one byte of it was or will be written.
     pub(super) fn withdraw(&self) -> bool {
-        self.frame.withdraw() || matches!(self.state().sight, Some(Sight::NotSent(_) | Sight::EffectChanged))
+        if self.frame.withdraw() {
+            // Kept for a transport that has yet to look.
+            self.gone.notify_one();
+            return true;
+        }
+        matches!(self.state().sight, Some(Sight::NotSent(_) | Sight::EffectChanged))
+    }
+
+    /// Resolves when the frame was withdrawn by whoever waits for the call.
+    pub(super) async fn was_withdrawn(&self) {
+        self.gone.notified().await;
     }
 
     /// The call is not what it was taken for, and does not go out.

@@ -26,7 +26,9 @@ use http::{
 };
 use http_body::{Body, Frame, SizeHint};
 use rmcp::{
-    model::{ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage},
+    model::{
+        ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+    },
     transport::streamable_http_client::{
         AuthRequiredError, HttpStatusError, InsufficientScopeError, SseError, StreamableHttpClient,
         StreamableHttpClientTransport, StreamableHttpClientTransportConfig, StreamableHttpError,
@@ -40,7 +42,7 @@ use tokio::{
 };
 
 use super::{
-    connection::{Inner, SESSION_LOST},
+    connection::{CANCEL, Inner, SESSION_LOST},
     evidence::{HttpErrorKind, Sight, of_status},
     exchange::Exchange,
     retry_after::retry_after,
@@ -426,10 +428,11 @@ impl Client {
         let mut is_repeated = false;
         loop {
             let token = self.shared.credentials.current();
+            let size = line.size(&token) + letter.body.len();
             let call = letter.exchange.as_ref().map(|exchange| Posted {
                 exchange: Arc::clone(exchange),
                 inner: Arc::clone(&self.shared.inner),
-                is_through: self.shared.wire.is_through(line.size(&token) + letter.body.len()),
+                is_through: self.shared.wire.is_through(size),
             });
             let body = Letterbody { bytes: Some(letter.body.clone()), call };
             let request = self
@@ -459,9 +462,11 @@ impl Client {
                 letter.saw(Sight::Odd(HttpErrorKind::Redirect, Some(status.as_u16())));
                 return Err(failed(status, None));
             }
-            // A refusal may come before the server has read the request to its end.
+            // A refusal may come before the server has read the request to its end, unless what it has read of it was
+            // written with all the rest: as one piece, and as one record over TLS.
+            let is_one_piece = size <= SMALL && response.version() <= http::Version::HTTP_11;
             if let Some(exchange) = &letter.exchange
-                && status.is_success()
+                && (status.is_success() || is_one_piece)
                 && !is_elsewhere(&response, &line.uri)
             {
                 exchange.taken_up();
@@ -709,7 +714,31 @@ impl StreamableHttpClient for Client {
         limits: StreamableHttpResponseLimits,
     ) -> Result<StreamableHttpPostResponse, Failure> {
         let letter = Letter::of(&message)?;
-        self.post(Line { uri, session, headers, limits }, letter).await
+        let line = Line { uri, session, headers, limits };
+        let is_cancellation = match &message {
+            ClientJsonRpcMessage::Response(_) | ClientJsonRpcMessage::Error(_) => false,
+            ClientJsonRpcMessage::Notification(of)
+                if matches!(of.notification, ClientNotification::CancelledNotification(_)) =>
+            {
+                true
+            }
+            _ => return self.post(line, letter).await,
+        };
+        // The SDK posts these one after the other, and until the cancellation is out it keeps the stream of a call that
+        // nobody waits for: one that hangs would hold up all that come after it.
+        match self.shared.inner.post_beside() {
+            Some(beside) => {
+                let client = self.clone();
+                tokio::spawn(async move {
+                    let _beside = beside;
+                    let _ = timeout(CANCEL, client.post(line, letter)).await;
+                });
+                Ok(StreamableHttpPostResponse::Accepted)
+            }
+            // The server has enough to do.
+            None if is_cancellation => Ok(StreamableHttpPostResponse::Accepted),
+            None => self.post(line, letter).await,
+        }
     }
 
     async fn delete_session(

@@ -115,10 +115,11 @@
 //! |---|---|
 //! | `http`, by the client of this module, or by one of the caller's to the very address in the URL (an IP address or `localhost`) | when the system has taken it |
 //! | `https`, HTTP/2, or a proxy that is spoken to over TLS, by the client of this module, up to 8 KiB with its headers | the same: it is the first request on its connection, whose buffers let so much through at once |
-//! | larger ones, and everything else by a client of the caller's | when the server answers with a status of success, that is, has received it |
+//! | small ones by a client of the caller's, over HTTP/1 | when the server answers |
+//! | everything else | when the server answers with a status of success, that is, has received it |
 //!
 //! Where that has not come the call counts as still being sent, whatever ended it, and no declared fence holds: the
-//! outcome is then unknown unless the check finds that the write landed, or names a fence of its own.
+//! outcome is then unknown unless the check finds that the write landed.
 //!
 //! # What is logged
 //!
@@ -137,6 +138,7 @@ mod connector;
 mod evidence;
 mod exchange;
 mod http;
+mod questions;
 mod request;
 mod retry_after;
 mod session;

@@ -5,7 +5,10 @@ use std::{
     collections::VecDeque,
     fmt, io,
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll, ready},
     time::{Duration, SystemTime},
 };
@@ -39,6 +42,9 @@ use crate::{
 const DRAIN: Duration = Duration::from_millis(50);
 /// How much is read at once.
 const READ: usize = 16 << 10;
+/// How many messages that are no calls (answers, cancellations, the user's notifications) wait for the pipe at most.
+/// More are not sent.
+const MAX_WAITING: usize = 2_048;
 /// The size limit of one message, in bytes.
 const MAX_LINE: usize = 64 << 20;
 
@@ -147,6 +153,7 @@ impl Transport<RoleClient> for Witness {
         message: ClientJsonRpcMessage,
     ) -> impl Future<Output = Result<(), TransportError>> + Send + 'static {
         let exchange = Exchange::of(&message);
+        let mut place = None;
         match &message {
             ClientJsonRpcMessage::Request(request) => {
                 if matches!(request.request, ClientRequest::InitializeRequest(_)) {
@@ -160,11 +167,9 @@ impl Transport<RoleClient> for Witness {
                     }
                 }
             }
-            ClientJsonRpcMessage::Response(answer) => self.inner.question_answered(&answer.id),
+            ClientJsonRpcMessage::Response(answer) => place = self.inner.answers(&answer.id),
             ClientJsonRpcMessage::Error(answer) => {
-                if let Some(id) = &answer.id {
-                    self.inner.question_answered(id);
-                }
+                place = answer.id.as_ref().and_then(|id| self.inner.answers(id));
             }
             _ => {}
         }
@@ -173,6 +178,7 @@ impl Transport<RoleClient> for Witness {
         let withdrawn = own.as_ref().is_some_and(|exchange| !goes(exchange));
         let sending = (!withdrawn).then(|| self.transport.send(message));
         async move {
+            let _until_written = place;
             let Some(sending) = sending else { return Err(TransportError::withdrawn()) };
             sending.await?;
             if let Some(exchange) = own {
@@ -183,12 +189,19 @@ impl Transport<RoleClient> for Witness {
     }
 
     async fn receive(&mut self) -> Option<ServerJsonRpcMessage> {
-        let message = self.transport.receive().await;
-        match &message {
-            Some(message) => self.inner.received(message),
-            None => self.inner.close("the server closed the connection"),
+        loop {
+            let mut message = self.transport.receive().await;
+            let is_for_the_sdk = match &mut message {
+                Some(message) => self.inner.received(message),
+                None => {
+                    self.inner.close("the server closed the connection");
+                    true
+                }
+            };
+            if is_for_the_sdk {
+                return message;
+            }
         }
-        message
     }
 
     async fn close(&mut self) -> Result<(), TransportError> {
@@ -217,6 +230,8 @@ pub(super) struct Pipe {
     inner: Arc<Inner>,
     reader: Option<ReadHalf<Box<dyn Io>>>,
     writer: Writer,
+    /// How many messages that are no calls wait for the writer.
+    waiting: Arc<AtomicUsize>,
     lines: Lines,
     input: BytesMut,
     ready: VecDeque<ServerJsonRpcMessage>,
@@ -234,6 +249,7 @@ impl Pipe {
             inner,
             reader: Some(reader),
             writer: Arc::new(tokio::sync::Mutex::new(Some(writer))),
+            waiting: Arc::default(),
             lines: Lines::new(MAX_LINE),
             input: BytesMut::new(),
             ready: VecDeque::new(),
@@ -360,6 +376,7 @@ impl AnyTransport for Pipe {
     fn send(&mut self, message: ClientJsonRpcMessage) -> BoxFuture<Result<(), TransportError>> {
         let writer = Arc::clone(&self.writer);
         let inner = Arc::clone(&self.inner);
+        let waiting = Arc::clone(&self.waiting);
         let exchange = Exchange::of(&message);
         let frame = serde_json::to_vec(&message).map(|mut frame| {
             frame.push(b'\n');
@@ -367,7 +384,18 @@ impl AnyTransport for Pipe {
         });
         Box::pin(async move {
             let frame = frame.map_err(TransportError::of)?;
-            let mut writer = writer.lock().await;
+            let mut writer = match &exchange {
+                // What waits for its turn is not kept after its call.
+                Some(exchange) => tokio::select! {
+                    biased;
+                    writer = writer.lock() => writer,
+                    () = exchange.was_withdrawn() => return Err(TransportError::withdrawn()),
+                },
+                None => {
+                    let _waiting = Waiting::begin(waiting).ok_or_else(TransportError::withdrawn)?;
+                    writer.lock().await
+                }
+            };
             let Some(writer) = writer.as_mut() else {
                 return Err(TransportError::of(io::Error::from(io::ErrorKind::NotConnected)));
             };
@@ -403,6 +431,24 @@ impl AnyTransport for Pipe {
     fn close(&mut self) -> Pin<Box<dyn Future<Output = Result<(), TransportError>> + Send + '_>> {
         self.let_go();
         Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// One of the messages that wait for the writer.
+struct Waiting(Arc<AtomicUsize>);
+
+impl Waiting {
+    /// `None`: there are too many, as of a server that does not read.
+    fn begin(waiting: Arc<AtomicUsize>) -> Option<Self> {
+        let begins = waiting.fetch_add(1, Ordering::Relaxed) < MAX_WAITING;
+        let waits = Self(waiting);
+        begins.then_some(waits)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
