@@ -157,3 +157,87 @@ impl Handling {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{
+        mcp::ToolRules,
+        sdk::{connection::Kind, session::Memory},
+    };
+
+    fn connection() -> Arc<Inner> {
+        let memory = Arc::new(Memory::new(ToolRules::new()));
+        Inner::new(Kind::Foreign, memory, Duration::from_secs(5), None, 1).0
+    }
+
+    fn ask(inner: &Arc<Inner>, id: &str) -> Option<Place> {
+        let id = RequestId::String(id.into());
+        let place = inner.with_questions(|questions| questions.open(&id, inner))?;
+        drop(inner.with_questions(|questions| questions.ask(&id, &place)));
+        Some(place)
+    }
+
+    /// How many places are held, questions known, and users asked.
+    fn counts(inner: &Inner) -> (usize, usize, usize) {
+        inner.with_questions(|questions| questions.counts())
+    }
+
+    #[tokio::test]
+    async fn a_questions_place_is_free_however_it_ends() {
+        let inner = connection();
+        let id = || RequestId::String("q".into());
+        let take_back = || drop(inner.with_questions(|questions| questions.end(&id())));
+
+        // Dropped by the SDK; answered; its handler dropped.
+        drop(ask(&inner, "q"));
+        assert_eq!(counts(&inner), (0, 0, 0));
+        let handling = ask(&inner, "q").unwrap().handle(id(), true);
+        assert_eq!(counts(&inner), (1, 1, 1));
+        handling.end();
+        assert_eq!(counts(&inner), (1, 1, 0), "its answer is on its way");
+        let writing = inner.answers(&id());
+        assert_eq!(counts(&inner), (1, 0, 0));
+        drop(writing);
+        drop(ask(&inner, "q").unwrap().handle(id(), true));
+        assert_eq!(counts(&inner), (0, 0, 0));
+
+        // Taken back before, while, and after it is handled.
+        let place = ask(&inner, "q").unwrap();
+        take_back();
+        let handling = place.handle(id(), true);
+        assert_eq!(counts(&inner), (1, 0, 0), "nobody is asked");
+        handling.end();
+        let handling = ask(&inner, "q").unwrap().handle(id(), true);
+        take_back();
+        assert_eq!(counts(&inner), (1, 0, 0));
+        handling.end();
+        ask(&inner, "q").unwrap().handle(id(), true).end();
+        take_back();
+        assert_eq!(counts(&inner), (0, 0, 0));
+
+        // Two with one id, and an answer to none.
+        let handlings = [(); 2].map(|()| ask(&inner, "q").unwrap().handle(id(), true));
+        assert_eq!(counts(&inner), (2, 1, 2));
+        handlings.into_iter().for_each(Handling::end);
+        drop(inner.answers(&id()));
+        assert_eq!(counts(&inner), (0, 0, 0));
+        let rejecting = inner.answers(&id());
+        assert_eq!(counts(&inner), (1, 0, 0));
+        drop(rejecting);
+        assert_eq!(counts(&inner), (0, 0, 0));
+    }
+
+    #[tokio::test]
+    async fn no_more_questions_are_open_than_there_are_places() {
+        let inner = connection();
+        let mut places: Vec<_> = (0..MAX_OPEN).map(|nth| ask(&inner, &nth.to_string()).unwrap()).collect();
+        assert!(ask(&inner, "one more").is_none());
+        places.pop();
+        assert!(ask(&inner, "one more").is_some());
+        drop(places);
+        assert_eq!(counts(&inner), (0, 0, 0));
+    }
+}
