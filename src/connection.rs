@@ -1,7 +1,13 @@
 //! What the connections and connectors of this crate can tell about themselves. A foreign connection is a
 //! plain service: nothing here is asked of it.
 
-use std::{any::Any, future::Future, pin::Pin, sync::Arc};
+use std::{
+    any::Any,
+    future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    sync::Arc,
+};
 
 use crate::{Basis, CallError, Effect, event::Peer, write_safety::ledger::Registrar};
 
@@ -26,6 +32,11 @@ pub(crate) trait Connection: Any + Send + Sync {
 
     /// Closes the connection; resolves when its process, if it has one, is reaped, within bounds.
     fn close(&self) -> BoxFuture<()>;
+}
+
+/// Drops what is foreign. A destructor that panics harms nobody.
+pub(crate) fn discard<T>(foreign: T) {
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(foreign)));
 }
 
 /// The connection as one of this crate's, if it is one.

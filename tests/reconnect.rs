@@ -2,6 +2,7 @@
 
 use std::{
     future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc, Mutex,
@@ -12,11 +13,13 @@ use std::{
 
 use backon::ConstantBuilder;
 use goaround::{
-    BoxError, Call, CallError, Cause, ConnectError, DeadlineLayer, Delivery, Effect, Event, Exit, Outcome,
-    Reconnect, ReconnectLayer, Refusal, RetryReadOnly, Scope, Tagged, jsonrpc, retry::budget::Budget,
+    BoxError, Call, CallError, Cause, ConnectError, Deadline, DeadlineLayer, Delivery, Effect, Event, Exit,
+    Outcome, Reconnect, ReconnectLayer, Refusal, RetryReadOnly, Scope, Tagged, jsonrpc,
+    retry::budget::Budget,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, DuplexStream},
+    runtime::{Builder, Runtime},
     time::{Instant, advance},
 };
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
@@ -1477,4 +1480,162 @@ fn the_service_is_clone_send_sync_and_static() {
     let (mut client, _) = client(ReconnectLayer::once());
     good(&client);
     sent(&client.call(read()));
+}
+
+// ----- several runtimes, or none
+
+fn runtime() -> Runtime {
+    Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
+}
+
+/// A poll that panics.
+#[track_caller]
+fn panics(mut calling: Calling) {
+    let polled = catch_unwind(AssertUnwindSafe(|| drop(calling.poll())));
+    assert!(polled.is_err(), "without a clock nothing bounds the connect");
+}
+
+#[test]
+fn a_call_that_is_polled_without_a_clock_takes_no_connector_with_it() {
+    for no_clock in [None, Some(Builder::new_current_thread().build().unwrap())] {
+        let (mut client, mut connects) = client(ReconnectLayer::once());
+        {
+            let _in = no_clock.as_ref().map(Runtime::enter);
+            panics(call(&mut client, read().deadline(Deadline::Never)));
+            panics(call(&mut client, write().deadline(Deadline::Never)));
+        }
+        assert!(connects.has_next().is_none());
+        let runtime = runtime();
+        let _in = runtime.enter();
+        drop(connected(&mut client, &mut connects));
+        // Also after a closure, when there is a process or a backoff to wait for.
+        {
+            let _in = no_clock.as_ref().map(Runtime::enter);
+            let never = read().deadline(Deadline::Never);
+            match no_clock.is_some() {
+                true => panics(call(&mut client, never)),
+                false => std::thread::scope(|scope| {
+                    let calling = call(&mut client, never);
+                    scope.spawn(|| panics(calling)).join().unwrap();
+                }),
+            }
+        }
+        connected(&mut client, &mut connects);
+    }
+}
+
+#[test]
+fn a_call_that_is_polled_without_a_clock_does_not_end_the_connect_of_others() {
+    let (mut client, mut connects) = client(ReconnectLayer::once());
+    let runtime = runtime();
+    let driver = {
+        let _in = runtime.enter();
+        start(&mut client, read())
+    };
+    let begun = connects.next();
+    // It waits as long as somebody else drives ...
+    let outside = start(&mut client.clone(), read().deadline(Deadline::Never));
+    drop(driver);
+    // ... and then the baton is its own.
+    assert!(outside.is_woken());
+    panics(outside);
+    let _in = runtime.enter();
+    let mut calling = start(&mut client, read());
+    let mut server = accept(begun);
+    assert!(calling.is_woken());
+    assert_pending!(calling.poll());
+    server.answer();
+    assert_ready_ok!(calling.poll());
+    assert!(connects.has_next().is_none());
+}
+
+#[test]
+fn a_connect_whose_runtime_does_not_run_any_more_ends_at_the_connect_timeout() {
+    let (first, second) = (runtime(), runtime());
+    let (client, mut connects) = client(ReconnectLayer::once().connect_timeout(SECOND));
+    // As a program does that has one runtime per thread, and blocks on one call at a time.
+    first.block_on(async {
+        let call = client.clone().oneshot(read());
+        assert!(tokio::time::timeout(SECOND / 2, call).await.is_err());
+    });
+    let _hangs = connects.next();
+    let ended = second.block_on(async {
+        let call = client.clone().oneshot(read().deadline(Deadline::Never));
+        tokio::time::timeout(3 * SECOND, call).await
+    });
+    let error = ended.expect("it waits for ever").unwrap_err();
+    assert!(matches!(*connect_error(&error), ConnectError::TimedOut(SECOND)));
+}
+
+#[test]
+fn a_connect_whose_driver_is_kept_on_a_runtime_that_does_not_run_any_more_is_driven_by_others() {
+    let (first, second) = (runtime(), runtime());
+    let (client, mut connects) = client(ReconnectLayer::once());
+    let kept = first.spawn(client.clone().oneshot(read().deadline(Deadline::Never)));
+    first.block_on(async { tokio::time::sleep(MS).await });
+    second.block_on(async {
+        let mut call = task::spawn(client.clone().oneshot(read().deadline(Deadline::Never)));
+        assert_pending!(call.poll());
+        let mut server = connects.accept();
+        tokio::time::sleep(SECOND / 10).await;
+        assert!(call.is_woken());
+        assert_pending!(call.poll());
+        server.answer();
+        assert_ready_ok!(call.poll());
+    });
+    drop(kept);
+}
+
+#[test]
+fn a_connect_that_hangs_ends_in_time_though_its_driver_is_kept_on_a_runtime_that_does_not_run_any_more() {
+    let (first, second, polls) = (runtime(), runtime(), Arc::new(AtomicU32::new(0)));
+    let count = polls.clone();
+    let connector = service_fn(move |()| {
+        let count = count.clone();
+        poll_fn(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            std::task::Poll::<Result<Connection, CallError>>::Pending
+        })
+    });
+    let client = ReconnectLayer::once().layer(connector);
+    let kept = first.spawn(client.clone().oneshot(read().deadline(Deadline::Never)));
+    first.block_on(async { tokio::time::sleep(MS).await });
+    let (ended, took) = second.block_on(async {
+        let begun = Instant::now();
+        let calls = [(); 3].map(|()| tokio::spawn(client.clone().oneshot(read().deadline(Deadline::Never))));
+        let mut ended = Vec::new();
+        for call in calls {
+            ended.push(tokio::time::timeout(120 * SECOND, call).await.expect("it waits for ever").unwrap());
+        }
+        (ended, begun.elapsed())
+    });
+    for ended in ended {
+        let error = ended.unwrap_err();
+        assert!(matches!(*connect_error(&error), ConnectError::TimedOut(_)), "{error}");
+    }
+    assert!(took < 61 * SECOND, "{took:?}");
+    assert!(polls.load(Ordering::Relaxed) <= 3, "busy");
+    // The one that was kept is told, too.
+    let error = first.block_on(kept).unwrap().unwrap_err();
+    assert!(matches!(*connect_error(&error), ConnectError::TimedOut(_)), "{error}");
+}
+
+#[test]
+fn a_call_that_comes_after_the_time_of_a_connect_that_nobody_polls_gets_a_connect_of_its_own() {
+    let (first, second) = (runtime(), runtime());
+    let (client, mut connects) = client(ReconnectLayer::once());
+    let kept = first.spawn(client.clone().oneshot(read().deadline(Deadline::Never)));
+    first.block_on(async { tokio::time::sleep(MS).await });
+    let _hangs = connects.next();
+    second.block_on(async {
+        tokio::time::sleep(90 * SECOND).await;
+        let call = tokio::spawn(client.clone().oneshot(read()));
+        tokio::time::sleep(SECOND).await;
+        let mut server = connects.accept();
+        tokio::time::sleep(SECOND).await;
+        server.answer();
+        assert_eq!(call.await.unwrap().unwrap(), 1);
+    });
+    let error = first.block_on(kept).unwrap().unwrap_err();
+    assert!(matches!(*connect_error(&error), ConnectError::TimedOut(_)), "{error}");
 }

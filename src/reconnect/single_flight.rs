@@ -3,7 +3,8 @@
 //! At any time at most one waiter, the driver, polls the connect; the others have left their wakers. When
 //! the connect ends, all are woken and find its result. When the driver is dropped, it names another waiter
 //! the driver and wakes it, and that one, dropped in its turn before it was polled, does the same. A driver
-//! that is woken and not polled loses the baton to whoever is (see [`Bell`]).
+//! that is woken and not polled loses the baton to whoever is (see [`Bell`]), also to one on another runtime, on
+//! which the connect then gets its timers anew: its driver's runtime may not run any more.
 //!
 //! Invariant: while a connect is under way and somebody waits, the driver is one of those who wait.
 //!
@@ -36,16 +37,21 @@ use loom::sync::{
     atomic::{AtomicBool, AtomicU64},
 };
 use tokio::{
+    runtime::Id,
     sync::Notify,
-    time::{Instant, Sleep},
+    time::{Instant, Sleep, sleep_until},
 };
 use tower::Service;
 
-use super::{Config, bell::Bell, generation::Generation};
+use super::{
+    Config,
+    bell::{Bell, here},
+    generation::Generation,
+};
 use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
     census::{AnySeat, Census, Seat, holding},
-    connection::{BoxFuture, Connection, Reaper, known},
+    connection::{BoxFuture, Connection, Reaper, discard, known},
     deadline::later,
     delivery::ConnectError,
     event::{Event, Events, Incident},
@@ -123,6 +129,8 @@ enum Step<M: Service<()>> {
     Pending,
     Drive(Box<Connect<M>>),
     DropStage(Stage<M::Future>),
+    /// A connect whose time is up, and which nobody has polled since.
+    Expire(Box<Connect<M>>),
     Report(Box<Incident>),
 }
 
@@ -224,8 +232,15 @@ where
             // What is dropped or polled here is foreign code, so the lock is not held.
             match self.step(waiter, deadline, cx) {
                 Step::Ready(result) => return Poll::Ready(*result),
-                Step::Pending => return Poll::Pending,
-                Step::DropStage(stage) => drop(stage),
+                Step::Pending => {
+                    self.bell.watch();
+                    return Poll::Pending;
+                }
+                Step::DropStage(stage) => discard(stage),
+                Step::Expire(work) => {
+                    let timeout = work.timeout;
+                    self.finish(*work, Err(ConnectError::TimedOut(timeout)));
+                }
                 Step::Report(incident) => self.events.emit(Event::Incident(&incident)),
                 Step::Drive(mut work) => {
                     let bell = Waker::from(Arc::clone(&self.bell));
@@ -234,10 +249,14 @@ where
                         .unwrap_or(Poll::Ready(Err(ConnectError::Panicked)));
                     match polled {
                         Poll::Pending => {
+                            let due = work.due();
                             let mut state = self.lock();
                             if let Phase::Connecting { work: place, .. } = &mut state.phase {
                                 *place = Some(work);
+                                self.bell.is_due_at(due);
                             }
+                            drop(state);
+                            self.bell.watch();
                             // A shutdown that came meanwhile has woken nobody who drives.
                             if !self.closing.load(Ordering::Acquire) {
                                 return Poll::Pending;
@@ -289,6 +308,7 @@ where
             if let Err(error) = state.fits(deadline, now) {
                 return Step::error(error);
             }
+            needs_a_clock();
             let ticket = Arc::new(Ticket { failure: OnceLock::new() });
             let maker = state.maker.take().expect("the connector is here while no connect is under way");
             let not_before = state.not_before.as_ref().map(|(at, _)| *at).filter(|at| *at > now);
@@ -315,13 +335,13 @@ where
                     "calls that wait for a connection",
                 )));
             }
-            if !others_wait && work.as_ref().is_some_and(|work| work.has_expired(now)) {
-                // Nobody drove it, and its time is up: this call is owed a connect of its own.
-                let Phase::Connecting { work: Some(work), .. } = mem::replace(&mut state.phase, Phase::Idle)
-                else {
-                    unreachable!("it was there a line ago")
-                };
-                let Connect { maker, stage, .. } = *work;
+            // Nobody drove it, and its time is up: this call is owed a connect of its own.
+            if let Some(expired) = work.take_if(|work| work.has_expired(now)) {
+                if others_wait {
+                    return Step::Expire(expired);
+                }
+                let Connect { maker, stage, .. } = *expired;
+                state.phase = Phase::Idle;
                 state.maker = Some(maker);
                 return Step::DropStage(stage);
             }
@@ -335,6 +355,7 @@ where
         if work.is_none() || !self.bell.may_drive(key) {
             return Step::Pending;
         }
+        needs_a_clock();
         self.bell.drives(key);
         work.take().map_or(Step::Pending, Step::Drive)
     }
@@ -346,13 +367,16 @@ where
     {
         let Connect { maker, stage, began, overlapped, .. } = work;
         // The spent future first: the connector may hold something in it that the next connect needs.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(stage)));
+        discard(stage);
+        // Woken even if something panics here, or the event's sink does; when the lock is free.
+        let mut waiters = WakeAll::default();
         let mut guard = self.lock();
         let state = &mut *guard;
         let Phase::Connecting { ticket, .. } = mem::replace(&mut state.phase, Phase::Idle) else {
             return; // A shutdown came first; what was made is dropped.
         };
         state.maker = Some(maker);
+        waiters.0 = self.bell.clear();
         let incident;
         let mut probe = None;
         match result {
@@ -379,7 +403,10 @@ where
             Err(error) => {
                 let error = Arc::new(error);
                 let config = &self.config;
-                let delay = state.failures.get_or_insert_with(|| config.backoff.start()).next();
+                let failures = &mut state.failures;
+                // The schedule may be the caller's own.
+                let next = || failures.get_or_insert_with(|| config.backoff.start()).next();
+                let delay = catch_unwind(AssertUnwindSafe(next)).unwrap_or(None);
                 // A schedule that has ended goes on with its last delay.
                 let delay = delay.or(state.last_delay).unwrap_or_default();
                 state.last_delay = Some(delay);
@@ -388,8 +415,6 @@ where
                 let _ = ticket.failure.set(error);
             }
         }
-        // Woken even if the event's sink panics.
-        let _waiters = WakeAll(self.bell.clear());
         drop(guard);
         if let Some(incident) = incident {
             self.events.emit(Event::Incident(&incident));
@@ -611,6 +636,7 @@ impl<M: Service<()>> Drop for Waiter<M> {
     }
 }
 
+#[derive(Default)]
 struct WakeAll(BTreeMap<u64, Waker>);
 
 impl Drop for WakeAll {
@@ -628,16 +654,29 @@ struct Connect<M: Service<()>> {
     not_before: Option<Instant>,
     timeout: Duration,
     /// Armed when the connector is first asked.
-    timer: Option<Pin<Box<Sleep>>>,
+    timer: Option<Timer>,
     began: Instant,
     overlapped: bool,
 }
 
 enum Stage<F> {
-    Reaping { exit: BoxFuture<bool>, bound: Pin<Box<Sleep>> },
-    Backoff(Pin<Box<Sleep>>),
+    Reaping { exit: BoxFuture<bool>, bound: Timer },
+    Backoff(Timer),
     Readying,
     Making(Pin<Box<F>>),
+}
+
+/// A timer of the runtime that it is polled on: that of one which does not run any more would never fire. Where it is
+/// made there need be none.
+struct Timer {
+    at: Instant,
+    sleep: Option<(Option<Id>, Pin<Box<Sleep>>)>,
+}
+
+/// Panics, as tokio does, where no runtime with a clock is: before anything was taken that others need. What the
+/// connector itself does there, its connect ends with.
+fn needs_a_clock() {
+    drop(tokio::time::sleep(Duration::ZERO));
 }
 
 impl<M: Service<()>> Connect<M>
@@ -653,7 +692,7 @@ where
         let stage = match reap {
             Some((closure, by)) => Stage::Reaping {
                 exit: Box::pin(async move { closure.exited().await.is_none_or(|exit| exit.group_gone) }),
-                bound: Box::pin(tokio::time::sleep_until(by)),
+                bound: Timer::new(by),
             },
             None => Stage::after_reaping(not_before),
         };
@@ -667,7 +706,7 @@ where
                 Stage::Reaping { exit, bound } => {
                     let gone = match exit.as_mut().poll(cx) {
                         Poll::Ready(gone) => gone,
-                        Poll::Pending if bound.as_mut().poll(cx).is_ready() => false,
+                        Poll::Pending if bound.poll(cx).is_ready() => false,
                         Poll::Pending => return Poll::Pending,
                     };
                     self.overlapped = !gone;
@@ -675,7 +714,7 @@ where
                     continue;
                 }
                 Stage::Backoff(sleep) => {
-                    if sleep.as_mut().poll(cx).is_pending() {
+                    if sleep.poll(cx).is_pending() {
                         return Poll::Pending;
                     }
                     self.stage = Stage::Readying;
@@ -684,7 +723,7 @@ where
                 Stage::Readying => {
                     if self.timer.is_none() {
                         self.began = Instant::now();
-                        self.timer = Some(Box::pin(tokio::time::sleep(self.timeout)));
+                        self.timer = Some(Timer::new(later(self.began, self.timeout)));
                     }
                     match self.maker.poll_ready(cx) {
                         Poll::Ready(Ok(())) => {
@@ -701,7 +740,7 @@ where
             };
             if pending.is_pending()
                 && let Some(timer) = &mut self.timer
-                && timer.as_mut().poll(cx).is_ready()
+                && timer.poll(cx).is_ready()
             {
                 return Poll::Ready(Err(ConnectError::TimedOut(self.timeout)));
             }
@@ -712,16 +751,41 @@ where
 
 impl<M: Service<()>> Connect<M> {
     fn has_expired(&self, now: Instant) -> bool {
-        self.timer.as_ref().is_some_and(|timer| now >= timer.deadline())
+        self.timer.as_ref().is_some_and(|timer| now >= timer.at)
+    }
+
+    /// When it is to be polled, whatever wakes it before.
+    fn due(&self) -> Option<Instant> {
+        match &self.stage {
+            Stage::Reaping { bound: timer, .. } | Stage::Backoff(timer) => Some(timer.at),
+            Stage::Readying | Stage::Making(_) => self.timer.as_ref().map(|timer| timer.at),
+        }
     }
 }
 
 impl<F> Stage<F> {
     fn after_reaping(not_before: Option<Instant>) -> Self {
         match not_before {
-            Some(at) => Stage::Backoff(Box::pin(tokio::time::sleep_until(at))),
+            Some(at) => Stage::Backoff(Timer::new(at)),
             None => Stage::Readying,
         }
+    }
+}
+
+// ===== impl Timer =====
+
+impl Timer {
+    fn new(at: Instant) -> Self {
+        Self { at, sleep: None }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let on = here().map(|runtime| runtime.id());
+        let (_, sleep) = match self.sleep.take() {
+            Some(of_here) if of_here.0 == on => self.sleep.insert(of_here),
+            _ => self.sleep.insert((on, Box::pin(sleep_until(self.at)))),
+        };
+        sleep.as_mut().poll(cx)
     }
 }
 
