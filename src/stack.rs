@@ -6,6 +6,7 @@ use std::{
     fmt,
     future::{Future, poll_fn},
     marker::PhantomData,
+    mem,
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -63,8 +64,11 @@ type Layered<M, Req> = deadline::ResponseFuture<write_safety::ResponseFuture<Ret
 /// # }
 /// ```
 pub struct Stack<M: Service<()>, Req, Res> {
-    /// Behind a lock for `send` alone; held while a call is handed over, never while it is waited for.
+    /// What a clone is called by. Behind a lock so that it can be shared; no call goes this way by reference.
     ways: Mutex<Ways<M, Req, Res>>,
+    /// What `send` calls by: taken out for as long as a call is handed over, which is foreign code's time, too. Who
+    /// finds it taken makes one of its own.
+    shared_ways: Mutex<Option<Box<Ways<M, Req, Res>>>>,
     seat: Arc<StackSeat>,
 }
 
@@ -122,11 +126,14 @@ where
     pub fn send(&self, request: Req) -> impl Future<Output = Result<Res, CallError>> + Send + '_ {
         let mut request = Some(request);
         async move {
+            let mut taken = None;
             let handed_over = poll_fn(|cx| {
-                let mut ways = self.lock();
+                let ways = taken.get_or_insert_with(|| self.take_ways());
                 ready!(ways.layers.poll_ready(cx))?;
                 let Some(request) = request.take() else { return Poll::Pending };
-                Poll::Ready(Ok::<_, CallError>(hand_over(&mut ways, &self.seat, request)))
+                let future = hand_over(ways, &self.seat, request);
+                self.put_back(taken.take());
+                Poll::Ready(Ok::<_, CallError>(future))
             });
             handed_over.await?.await
         }
@@ -152,7 +159,22 @@ where
 impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     fn new(layers: Layers<M, Req, Res>, shared: Arc<Shared>) -> Self {
         let seat = StackSeat::new(shared, true);
-        Self { ways: Mutex::new(Ways { layers, lane: None }), seat }
+        Self { ways: Mutex::new(Ways { layers, lane: None }), shared_ways: Mutex::new(None), seat }
+    }
+
+    /// What is ready for nobody else.
+    fn take_ways(&self) -> Box<Ways<M, Req, Res>> {
+        let shared = self.shared_ways.lock().unwrap_or_else(PoisonError::into_inner).take();
+        shared.unwrap_or_else(|| Box::new(Ways { layers: self.lock().layers.clone(), lane: None }))
+    }
+
+    fn put_back(&self, ways: Option<Box<Ways<M, Req, Res>>>) {
+        let old = {
+            let mut shared = self.shared_ways.lock().unwrap_or_else(PoisonError::into_inner);
+            mem::replace(&mut *shared, ways)
+        };
+        // Foreign code, so without the lock.
+        drop(old);
     }
 
     fn lock(&self) -> MutexGuard<'_, Ways<M, Req, Res>> {
@@ -170,7 +192,9 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     where
         Req: Call,
     {
-        self.lock().layers.get_ref().judge(request)
+        let classify = self.lock().layers.get_ref().classifier().cloned();
+        let judged = classify.and_then(|classify| classify(request));
+        judged.unwrap_or_else(|| (effect_of(request), request.context().basis()))
     }
 
     /// What that deadline is for something that begins now, with the default where it has none of its own.
@@ -317,7 +341,12 @@ impl<M: Service<()>, Req, Res> Clone for Stack<M, Req, Res> {
 impl<M: Service<()>, Req, Res> Drop for Stack<M, Req, Res> {
     fn drop(&mut self) {
         self.seat.held.store(false, Ordering::Release);
-        if let Some(lane) = &self.ways.get_mut().unwrap_or_else(PoisonError::into_inner).lane {
+    }
+}
+
+impl<M: Service<()>, Req, Res> Drop for Ways<M, Req, Res> {
+    fn drop(&mut self) {
+        if let Some(lane) = &self.lane {
             lane.release();
         }
     }

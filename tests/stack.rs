@@ -3,9 +3,11 @@
 use std::{
     fmt,
     future::{Future, pending, ready},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU32, Ordering},
+        mpsc,
     },
     time::Duration,
 };
@@ -920,4 +922,104 @@ async fn a_call_whose_time_is_up_before_it_reaches_the_connection_keeps_no_room_
     below.oneshot(read().within(30 * SECOND)).await.unwrap();
     assert_eq!(start.elapsed(), SECOND);
     late.abort();
+}
+
+// ----- callbacks that ask the stack
+
+type Asks = Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>;
+
+fn ask(asks: &Asks) {
+    if let Some(ask) = asks.get() {
+        ask();
+    }
+}
+
+/// Calls over a stack whose callbacks all ask it something, and whose connection panics at a write.
+fn calls_and_asks() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let asks = Asks::default();
+    let [sink, classifier, key, connection] = [(); 4].map(|()| Arc::clone(&asks));
+    let connection = service_fn(move |call: Req| {
+        ask(&connection);
+        assert!(!call.context().effect().unwrap().is_write(), "the connection's own panic");
+        ready(Ok::<u8, CallError>(0))
+    });
+    let connector = service_fn(move |()| ready(Ok::<_, CallError>(connection.clone())));
+    let writes = WriteSafetyLayer::refuse().conflict_key(move |_: &Req| {
+        ask(&key);
+        Some(7)
+    });
+    let builder = Stack::builder(connector).writes(writes).classify(move |_| {
+        ask(&classifier);
+        None
+    });
+    let events = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&events);
+    let stack = builder.on_event(move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        ask(&sink);
+    });
+    let stack = Arc::new(stack.build().unwrap());
+    let weak = Arc::downgrade(&stack);
+    let asking = AtomicBool::new(false);
+    let _ = asks.set(Box::new(move || {
+        // Once at a time: what it asks asks, too.
+        if let (Some(stack), false) = (weak.upgrade(), asking.swap(true, Ordering::Relaxed)) {
+            drop(stack.ledger());
+            drop(Stack::clone(&stack));
+            let _ = (stack.generation(), stack.in_flight(), format!("{stack:?}"));
+            let mut sends = task::spawn(stack.send(read()));
+            let _ = sends.poll();
+            asking.store(false, Ordering::Relaxed);
+        }
+    }));
+    for _ in 0..3 {
+        runtime.block_on(stack.send(read())).unwrap();
+        let panicked = catch_unwind(AssertUnwindSafe(|| runtime.block_on(stack.send(write()))));
+        // The key is in doubt once it was.
+        assert!(panicked.is_err() || panicked.unwrap().unwrap_err().outcome() == Outcome::NotDone);
+    }
+    assert_eq!(events.load(Ordering::Relaxed), 1);
+    assert_eq!(stack.in_flight(), 0);
+}
+
+#[test]
+fn callbacks_that_ask_the_stack_do_not_lock_it_up_also_when_a_connection_panics() {
+    let (done, ended) = mpsc::channel();
+    std::thread::spawn(move || {
+        calls_and_asks();
+        done.send(()).unwrap();
+    });
+    // Much longer than it takes.
+    assert_eq!(ended.recv_timeout(30 * SECOND), Ok(()), "the thread is locked up");
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_by_reference_at_the_same_time_wait_for_their_own_connection_each() {
+    // The first is not ready for a while; nobody else waits for that.
+    let lab_is_open = Arc::new(AtomicBool::new(false));
+    let handed_over = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&handed_over);
+    let connection = service_fn(move |_: Req| {
+        count.fetch_add(1, Ordering::Relaxed);
+        let open = Arc::clone(&lab_is_open);
+        async move {
+            if !open.swap(true, Ordering::Relaxed) {
+                pending::<()>().await;
+            }
+            Ok::<u8, CallError>(1)
+        }
+    });
+    let stack = Stack::builder(service_fn(move |()| ready(Ok::<_, CallError>(connection.clone()))));
+    let stack = stack.build().unwrap();
+    let mut hangs = task::spawn(stack.send(read()));
+    assert_pending!(hangs.poll());
+    for _ in 0..3 {
+        assert_eq!(stack.send(read()).await.unwrap(), 1);
+    }
+    assert_eq!((stack.in_flight(), handed_over.load(Ordering::Relaxed)), (1, 4));
+    drop(hangs);
+    assert_eq!(stack.in_flight(), 0);
+    assert_eq!(stack.shutdown(SECOND).await, 0);
+    assert_eq!(stack.send(read()).await.unwrap_err().outcome(), Outcome::NotDone);
 }

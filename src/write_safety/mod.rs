@@ -250,12 +250,6 @@ impl<S, Req: Call, Res> WriteSafety<S, Req, Res> {
     pub(crate) fn get_mut(&mut self) -> &mut S {
         &mut self.inner
     }
-
-    /// What that call is taken for, and who says so.
-    pub(crate) fn judge(&self, request: &Req) -> (Effect, Basis) {
-        let judged = self.config.classify.as_ref().and_then(|classify| classify(request));
-        judged.unwrap_or_else(|| (effect_of(request), request.context().basis()))
-    }
 }
 
 impl<S, Req> Service<Req> for WriteSafety<S, Req, S::Response>
