@@ -383,6 +383,22 @@ async fn h06_of_two_processes_the_one_that_claims_first_keeps_the_other_from_set
 }
 
 // ===== Dropped futures =====
+#[tokio::test]
+async fn a_revision_at_the_end_of_its_range_does_not_panic() {
+    let entry = json!({
+        "id": "00000000000000000000000000000001-1-1", "method": "pay", "effect": "write", "entered_ms": 1,
+        "changed_ms": 1, "attempts": 1, "state": "in_doubt", "reason": "lost", "revision": u64::MAX, "stack": 1,
+    });
+    let entry: Entry = serde_json::from_value(entry).unwrap();
+    let ledger = MemoryLedger::new();
+    let revision = ledger.enter(entry.clone()).await.unwrap();
+    let revision = ledger.claim(entry.id, revision).await.unwrap();
+    let revision =
+        ledger.settle(entry.id, revision, State::InDoubt { reason: "still".into() }).await.unwrap();
+    ledger.settle(entry.id, revision, State::Answered).await.unwrap();
+    assert!(ledger.in_doubt().await.unwrap().is_empty());
+}
+
 
 /// Drops a write after it was polled so many times, every 50 ms. What the ledger and the events say then.
 fn dropped_after(polls: usize, store_is_shut: Option<&'static str>, in_runtime: bool) -> (Lab, Store, bool) {

@@ -483,7 +483,8 @@ impl Entry {
 
     fn touch(&mut self, now: SystemTime) -> u64 {
         self.changed = now;
-        self.revision += 1;
+        // It may have come from somebody else's file.
+        self.revision = self.revision.saturating_add(1);
         self.revision
     }
 
