@@ -995,6 +995,18 @@ async fn what_a_dead_process_entered_before_it_had_started_any_server_was_not_se
     ] {
         let store = Store::new(&lab.log);
         let mut entry = lost(&store, SystemTime::now());
+#[tokio::test(start_paused = true)]
+async fn landed_with_makes_the_response_of_a_write_that_its_key_says_has_landed() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::answered("already exists")));
+    // No window, so that nothing is ever replayed.
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::Landed(None)));
+    let layer = Safety::refuse().keyed(keyed).landed_with(|_: &Req| 7);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 7);
+    assert_eq!(lab.writes(), 1);
+}
+
         (entry.orphaned, entry.servers_entered) = (orphaned, servers_entered);
         assert_eq!(entry.was_never_sent(), verdict == VerdictKind::NotLanded);
         let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();

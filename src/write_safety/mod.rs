@@ -94,7 +94,13 @@ type LandedWith<Req, Res> = dyn Fn(&Req) -> Res + Send + Sync;
 type TextOf<Req> = dyn Fn(&Req) -> Option<String> + Send + Sync;
 
 impl<Req, Res> Config<Req, Res> {
-    /// Whether some end of an attempt may lead to a replay, so that the request is worth keeping.
+    /// Whether the request may be needed once it was given away: for a replay, a check, or a response made from it.
+    fn may_need_request(&self) -> bool {
+        let read = || self.keyed.as_ref().is_some_and(|keyed| keyed.answers.is_some());
+        self.may_replay() || (self.landed_with.is_some() && read())
+    }
+
+    /// Whether some end of an attempt may lead to a replay.
     fn may_replay(&self) -> bool {
         self.may_settle() || !self.trust.is_empty()
     }
@@ -359,7 +365,7 @@ where
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
         let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at);
         let account = Account::new(id, arguments, first_sent, &self.shared);
-        let kept = if self.config.may_replay() { replica(&request) } else { None };
+        let kept = if self.config.may_need_request() { replica(&request) } else { None };
         let name = request.name();
         let parts = move || Parts {
             lane,
