@@ -41,7 +41,8 @@ pub enum Event<'a> {
     /// A write that was in doubt has been settled or given up. Emitted once per write.
     InDoubt(&'a DoubtReport),
     /// A write was given up by its caller after it was handed over: its future was dropped, by choice, by a
-    /// panic or by a shutdown. Nobody but this event says so.
+    /// panic or by a shutdown. Nobody but this event says so. Its outcome is unknown, or what the server had
+    /// answered, where the caller went away only while a ledger recorded that.
     Abandoned(&'a CallReport),
     /// The answer to an attempt that somebody had given up arrived.
     LateAnswer(&'a LateAnswer),

@@ -514,6 +514,43 @@ fn a_panic_of_the_service_leaves_the_write_in_doubt() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_caller_goes_away_while_its_end_is_recorded_is_reported_once() {
+    type Ends = (fn() -> Step, (usize, usize));
+    let ends: [Ends; 4] = [
+        // The server has answered, and nobody was told.
+        (|| answer(1), (1, 0)),
+        (|| fail(CallError::answered("no")), (1, 0)),
+        (|| fail(closed()), (0, 1)),
+        // Nothing was done.
+        (|| fail(CallError::not_processed("busy")), (0, 0)),
+    ];
+    for (step, reported) in ends {
+        let lab = Lab::new();
+        lab.write(step());
+        let store = Store::new(&lab.log).shut("settle");
+        let layer = WriteSafetyLayer::refuse().ledger(store.clone());
+        let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+        assert!(poll_once(&mut call));
+        assert_eq!(lab.writes(), 1);
+        assert_eq!((lab.events.abandoned(), lab.events.doubts()), (0, reported.1));
+        drop(call);
+        assert_eq!((lab.events.abandoned(), lab.events.doubts()), reported, "{:?}", lab.events.all());
+        if let (1, 0) = reported {
+            assert_eq!(lab.events.raw()[0]["outcome"], "answered");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_caller_was_told_before_its_end_was_recorded_is_not_reported_besides() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let layer = WriteSafetyLayer::refuse().ledger(Store::new(&lab.log).shut("settle"));
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 1);
+    assert_eq!(lab.events.all(), []);
+}
+
 // ===== Conflict keys =====
 
 fn to(account: &'static str) -> Req {

@@ -1,6 +1,7 @@
 //! One write's entry in the ledger, from before its first byte to its end.
 
 use std::{
+    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     task::{Context, Poll, ready},
@@ -12,7 +13,12 @@ use super::{
     conflicts::{Hold, Unrecorded},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
-use crate::{CallError, Effect, connection::BoxFuture, deadline::Until};
+use crate::{
+    Attempt, Basis, CallError, CallId, Effect, Outcome,
+    connection::BoxFuture,
+    deadline::Until,
+    event::{CallReport, Event, Events},
+};
 
 /// How long the caller's answer waits until its ledger has recorded it, at most.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
@@ -221,6 +227,7 @@ impl Account {
             state: Some(state),
             until,
             hold,
+            untold: None,
         }
     }
 }
@@ -240,9 +247,44 @@ pub(super) struct Closing<Res> {
     until: Until,
     /// Its key is free only then.
     hold: Option<Box<Hold>>,
+    /// Of a write that may have landed and that was not reported.
+    untold: Option<Untold>,
+}
+
+/// What is reported of a write whose end its caller is not told.
+pub(super) struct Untold {
+    pub(super) call: CallId,
+    pub(super) effect: Effect,
+    pub(super) basis: Basis,
+    pub(super) attempts: Vec<Attempt>,
+    pub(super) generation: Option<u64>,
+    pub(super) events: Events,
+}
+
+impl Untold {
+    fn report<Res>(self, method: String, result: &Result<Res, CallError>) {
+        let Self { call, effect, basis, mut attempts, generation, events } = self;
+        if result.is_ok() {
+            attempts.push(Attempt::answered(generation));
+        }
+        events.emit(Event::Abandoned(&CallReport {
+            call: Some(call),
+            method,
+            effect,
+            basis,
+            attempts,
+            outcome: Some(result.as_ref().err().map_or(Outcome::Answered, CallError::outcome)),
+            notes: vec!["abandoned while its end was recorded".to_owned()],
+        }));
+    }
 }
 
 impl<Res> Closing<Res> {
+    /// What is reported should its caller go away.
+    pub(super) fn is_untold(&mut self, untold: Option<Untold>) {
+        self.untold = untold;
+    }
+
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
         match self.step.as_mut().poll(cx) {
             Poll::Ready(true) => self.state = None,
@@ -266,12 +308,19 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
-        let Some(state) = self.state.take() else { return };
-        if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
+        if let Some(state) = self.state.take() {
+            if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
+                hold.leave(self.method.clone(), self.revision, false, state.clone());
+            }
+            if let Some(ledger) = &self.ledger {
+                hint(&**ledger, self.id, state);
+            }
         }
-        if let Some(ledger) = &self.ledger {
-            hint(&**ledger, self.id, state);
+        // Last, so that whoever is told finds it in the ledger.
+        if let (Some(result), Some(untold)) = (&self.result, self.untold.take())
+            && !off!(DropGuard)
+        {
+            untold.report(mem::take(&mut self.method), result);
         }
     }
 }

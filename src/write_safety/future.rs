@@ -22,7 +22,7 @@ use tower::Service;
 
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
-    account::Closing,
+    account::{Closing, Untold},
     fence::{Fence, FenceBasis},
     ledger::{LedgerError, State},
     refused,
@@ -1158,7 +1158,10 @@ where
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
                 let method = self.parts.name.clone().into_owned();
-                Err(Box::new(self.parts.account.closing(step, state, result, method, hold, until)))
+                let untold = untold.then(|| self.untold(&result));
+                let mut closing = self.parts.account.closing(step, state, result, method, hold, until);
+                closing.is_untold(untold);
+                Err(Box::new(closing))
             }
         }
     }
@@ -1172,6 +1175,9 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             sequence: 0,
             attempts: Vec::new(),
             polled: false,
+        // What a caller that goes away before it is recorded would be the only one to know.
+        let reported = self.parts.outermost && result.as_ref().is_err_and(|error| error.attempts().len() > 1);
+        let untold = !doubtful && !reported && outcome != Some(Outcome::NotDone) && self.attempts.len() < 2;
             timed_out: false,
             doubt: None,
             way: None,
@@ -1300,6 +1306,17 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         }
     }
 }
+
+    fn untold(&mut self, result: &Result<Res, CallError>) -> Untold {
+        let Parts { call, effect, basis, current, events, .. } = &self.parts;
+        let attempts = match result {
+            Ok(_) => mem::take(&mut self.attempts),
+            Err(error) => error.attempts().to_vec(),
+        };
+        let generation = current.activity.generation_number();
+        let (call, effect, basis) = (*call, *effect, *basis);
+        Untold { call, effect, basis, attempts, generation, events: events.clone() }
+    }
 
 /// Not landed: by the fence that says so, or since nothing of it was sent or processed.
 fn not_landed(attempts: &[Attempt], why: &str) -> State {
