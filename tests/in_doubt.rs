@@ -5,12 +5,13 @@ mod lab;
 
 use std::{
     collections::HashMap,
-    future::Future,
+    future::{Future, pending, ready},
+    pin::Pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU32, AtomicU64, Ordering},
     },
-    task::{Context, Waker},
+    task::{Context, Poll, Waker},
     time::{Duration, SystemTime},
 };
 
@@ -382,7 +383,6 @@ async fn h06_of_two_processes_the_one_that_claims_first_keeps_the_other_from_set
     assert_eq!((store.state(), lab.writes()), (State::Answered, 2));
 }
 
-// ===== Dropped futures =====
 #[tokio::test]
 async fn a_revision_at_the_end_of_its_range_does_not_panic() {
     let entry = json!({
@@ -399,6 +399,7 @@ async fn a_revision_at_the_end_of_its_range_does_not_panic() {
     assert!(ledger.in_doubt().await.unwrap().is_empty());
 }
 
+// ===== Dropped futures =====
 
 /// Drops a write after it was polled so many times, every 50 ms. What the ledger and the events say then.
 fn dropped_after(polls: usize, store_is_shut: Option<&'static str>, in_runtime: bool) -> (Lab, Store, bool) {
@@ -549,6 +550,128 @@ async fn a_write_whose_caller_was_told_before_its_end_was_recorded_is_not_report
     let layer = WriteSafetyLayer::refuse().ledger(Store::new(&lab.log).shut("settle"));
     assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 1);
     assert_eq!(lab.events.all(), []);
+}
+
+// ===== Destructors and futures that panic =====
+
+/// The answer of a connection, and a panic when the future goes.
+struct Explosive(Answer);
+
+impl Future for Explosive {
+    type Output = Result<Res, CallError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.as_mut().poll(cx)
+    }
+}
+
+impl Drop for Explosive {
+    fn drop(&mut self) {
+        panic!("a foreign destructor");
+    }
+}
+
+fn explosive(step: Step) -> Step {
+    Box::new(move |request| Box::pin(Explosive(step(request))))
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_whose_destructor_panics_ends_as_what_is_known_of_it() {
+    let landed = |doubt: Doubt| async move { Ok(doubt.landed(7)) };
+    let absent = |doubt: Doubt| async move { Ok(doubt.not_landed_because("tested")) };
+    let in_doubt = |reason: &str| State::InDoubt { reason: reason.to_owned() };
+    let by_check = State::Landed { by: "check".into() };
+    let refuse = WriteSafetyLayer::refuse;
+    let cases: [(Step, Safety, Option<Res>, State, usize); 6] = [
+        (answer(1), refuse(), Some(1), State::Answered, 0),
+        (fail(CallError::ambiguous("lost")), refuse(), None, in_doubt("no effect check"), 1),
+        // Given up at the deadline.
+        (hang(), refuse(), None, in_doubt("no effect check"), 1),
+        (fail(closed()), Safety::new(landed), Some(7), by_check.clone(), 1),
+        (hang(), Safety::new(landed).attempt_timeout(SECOND), Some(7), by_check, 1),
+        // Gives way to its replay.
+        (hang(), Safety::new(absent).attempt_timeout(SECOND), Some(2), State::Answered, 1),
+    ];
+    for (nth, (step, layer, response, state, doubts)) in cases.into_iter().enumerate() {
+        let lab = Lab::new();
+        lab.write(explosive(step)).write(explosive(answer(2)));
+        let store = Store::new(&lab.log);
+        let result = service(&lab, layer.ledger(store.clone())).oneshot(write()).await;
+        assert_eq!(result.as_ref().ok(), response.as_ref(), "{nth}: {result:?}");
+        assert!(result.is_ok() || result.unwrap_err().outcome() == Outcome::Unknown);
+        assert_eq!((store.state(), lab.events.doubts()), (state, doubts), "{nth}");
+        assert_eq!(lab.events.abandoned(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_whose_destructor_panics_when_its_caller_goes_away_is_reported() {
+    let lab = Lab::new();
+    lab.write(explosive(hang()));
+    let safety = WriteSafetyLayer::refuse().on_event(lab.events.sink()).layer(lab.connection());
+    let ledger = safety.ledger();
+    let mut call = Box::pin(safety.oneshot(write()));
+    assert!(poll_once(&mut call));
+    drop(call);
+    assert_eq!((lab.events.abandoned(), ledger.in_doubt().await.unwrap().len()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_whose_destructor_panics_is_no_verdict() {
+    for ends in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed()));
+        let check = move |doubt: Doubt| async move {
+            let _explosive = Explosive(Box::pin(ready(Ok(1))));
+            if !ends {
+                pending::<()>().await;
+            }
+            Ok(doubt.not_landed_because("tested"))
+        };
+        let error = service(&lab, Safety::new(check)).oneshot(write()).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.events.doubts(), lab.writes()), (Outcome::Unknown, 1, 1), "{error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_check_that_is_given_up_harms_nobody_by_its_destructor() {
+    // The attempt's own answer comes first.
+    let lab = Lab::new();
+    lab.write(later(3 * SECOND, Ok(1)));
+    let check = |_: Doubt| async {
+        let _explosive = Explosive(Box::pin(ready(Ok(1))));
+        pending::<Checked>().await
+    };
+    let layer = Safety::new(check).attempt_timeout(SECOND);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 1);
+    assert_eq!((lab.events.doubts(), lab.events.abandoned()), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_future_of_a_processes_end_that_panics_is_no_fence_and_no_panic() {
+    let exits = || closed().with_exit(async { panic!("the connector's own") }).exit_ends_effects();
+    let check = |doubt: Doubt| async move { Ok(doubt.not_landed()) };
+    let checked = Safety::new(check);
+    let unchecked = Safety::new(check).replay_idempotent().quarantine(SECOND);
+    let cases = [
+        (checked, Effect::Write, (Outcome::Unknown, 1)),
+        // By what the caller declared of the server's time.
+        (unchecked, Effect::Idempotent, (Outcome::NotDone, 2)),
+    ];
+    for (layer, effect, ends) in cases {
+        let lab = Lab::new();
+        for _ in 0..2 {
+            lab.write(Box::new(move |_| Box::pin(ready(Err(exits())))));
+        }
+        let call = Tagged::new("pay", effect);
+        let error = service(&lab, layer).oneshot(call).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), ends, "{error}");
+    }
+    // A check can find it all the same.
+    let lab = Lab::new();
+    lab.write(Box::new(move |_| Box::pin(ready(Err(exits())))));
+    let layer = Safety::new(|doubt: Doubt| async move { Ok(doubt.landed(7)) });
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 7);
 }
 
 // ===== Conflict keys =====
@@ -872,6 +995,18 @@ async fn h10_an_answer_to_our_own_key_is_read_by_the_callers_mapping() {
     assert!(!error.is_safe_to_repeat());
 }
 
+#[tokio::test(start_paused = true)]
+async fn landed_with_makes_the_response_of_a_write_that_its_key_says_has_landed() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::answered("already exists")));
+    // No window, so that nothing is ever replayed.
+    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
+        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::Landed(None)));
+    let layer = Safety::refuse().keyed(keyed).landed_with(|_: &Req| 7);
+    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 7);
+    assert_eq!(lab.writes(), 1);
+}
+
 // ===== Declared fences =====
 
 #[tokio::test(start_paused = true)]
@@ -1032,18 +1167,6 @@ async fn what_a_dead_process_entered_before_it_had_started_any_server_was_not_se
     ] {
         let store = Store::new(&lab.log);
         let mut entry = lost(&store, SystemTime::now());
-#[tokio::test(start_paused = true)]
-async fn landed_with_makes_the_response_of_a_write_that_its_key_says_has_landed() {
-    let lab = Lab::new();
-    lab.write(fail(CallError::answered("already exists")));
-    // No window, so that nothing is ever replayed.
-    let keyed = KeyedWrites::new(|_: &mut Req, _: &str| true)
-        .answers(|_: Result<&Res, &CallError>| Some(KeyedAnswer::Landed(None)));
-    let layer = Safety::refuse().keyed(keyed).landed_with(|_: &Req| 7);
-    assert_eq!(service(&lab, layer).oneshot(write()).await.unwrap(), 7);
-    assert_eq!(lab.writes(), 1);
-}
-
         (entry.orphaned, entry.servers_entered) = (orphaned, servers_entered);
         assert_eq!(entry.was_never_sent(), verdict == VerdictKind::NotLanded);
         let resolved = Resolve::new(&store, &entry, write()).run_over(check, lab.connection()).await.unwrap();

@@ -26,7 +26,7 @@ use super::{
     fence::{Fence, FenceBasis},
     ledger::{LedgerError, State},
     refused,
-    settle::{self, settle},
+    settle::{self, Unwinding, settle},
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
@@ -136,7 +136,8 @@ struct Doubt<Res> {
     not_before: Option<Instant>,
     /// What ended it.
     error: Option<CallError>,
-    settling: Option<BoxFuture<Verdict<Res>>>,
+    /// The caller's check and the connector's futures included.
+    settling: Option<Unwinding<Verdict<Res>>>,
     checking: Arc<AtomicBool>,
     /// Whether a check has found the write applied in part.
     partial: Arc<AtomicBool>,
@@ -288,7 +289,7 @@ where
                 let write = write.as_mut().project();
                 let result = ready!(write.call.poll(this.attempt.as_mut(), write.timer, cx));
                 // Resolved: from here on nobody abandons it.
-                this.attempt.set(None);
+                put_down(this.attempt.as_mut());
                 match write.call.close(result) {
                     Ok(result) => {
                         *this.kind = Kind::Done;
@@ -332,7 +333,7 @@ where
             if let Some(future) = attempt.as_mut().as_pin_mut()
                 && let Poll::Ready(result) = future.poll(cx)
             {
-                attempt.set(None);
+                put_down(attempt.as_mut());
                 timer.set(None);
                 self.judging = true;
                 let next = self.attempt_ended(result);
@@ -372,13 +373,14 @@ where
 
             if let Some(doubt) = &mut self.doubt
                 && let Some(settling) = &mut doubt.settling
-                && let Poll::Ready(verdict) = settling.as_mut().poll(cx)
+                && let Poll::Ready(verdict) = Pin::new(settling).poll(cx)
             {
                 doubt.settling = None;
                 match self.settled(verdict, attempt.is_some(), cx) {
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
+                let verdict = verdict.unwrap_or_else(|| Verdict::Unknown("settling it panicked".into()));
             }
 
             if self.way.is_some() {
@@ -807,7 +809,7 @@ where
         }
         // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
         // connection remembers it and tells the server.
-        attempt.set(None);
+        put_down(attempt.as_mut());
         self.handing_over = true;
         attempt.set(Some(service.call(request)));
         self.handing_over = false;
@@ -918,7 +920,7 @@ where
             checking: Arc::clone(&doubt.checking),
             partial: Arc::clone(&doubt.partial),
         };
-        doubt.settling = Some(Box::pin(settle(Arc::clone(&self.parts.lane), request, facts)));
+        doubt.settling = Some(Unwinding::new(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
     }
 
@@ -1307,16 +1309,11 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     }
 }
 
-    fn untold(&mut self, result: &Result<Res, CallError>) -> Untold {
-        let Parts { call, effect, basis, current, events, .. } = &self.parts;
-        let attempts = match result {
-            Ok(_) => mem::take(&mut self.attempts),
-            Err(error) => error.attempts().to_vec(),
-        };
-        let generation = current.activity.generation_number();
-        let (call, effect, basis) = (*call, *effect, *basis);
-        Untold { call, effect, basis, attempts, generation, events: events.clone() }
-    }
+/// Lets go of an attempt. It is foreign code: should its destructor panic, what is known of the write stands.
+#[inline]
+fn put_down<F>(mut attempt: Pin<&mut Option<F>>) {
+    let _ = catch_unwind(AssertUnwindSafe(|| attempt.set(None)));
+}
 
 /// Not landed: by the fence that says so, or since nothing of it was sent or processed.
 fn not_landed(attempts: &[Attempt], why: &str) -> State {
@@ -1382,7 +1379,7 @@ where
         if let Kind::Write(write) = this.kind {
             // The attempt goes first: its connection marks whether it could still be withdrawn.
             let pending = this.attempt.is_some();
-            this.attempt.set(None);
+            put_down(this.attempt.as_mut());
             write.as_mut().project().call.abandon(pending);
         }
     }

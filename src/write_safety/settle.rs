@@ -4,12 +4,12 @@ use std::{
     borrow::Cow,
     future::{Future, poll_fn},
     panic::{AssertUnwindSafe, catch_unwind},
-    pin::pin,
+    pin::{Pin, pin},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::Poll,
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -26,7 +26,7 @@ use super::{
 use crate::{
     Activity, Attempt, BoxError, Call, CallError, CallId, Closure, Deadline, Refusal,
     call::{effect_of, replica},
-    connection::BoxFuture,
+    connection::{BoxFuture, discard},
     deadline::Until,
     error::safe_text,
 };
@@ -218,7 +218,7 @@ where
         };
         let check = Arc::clone(&self.check);
         // The call that makes the future is foreign code too.
-        let verdict = within(until, unwinding(async move { check.run(doubt).await })).await;
+        let verdict = within(until, Unwinding::new(async move { check.run(doubt).await })).await;
         (examine(verdict, facts.call, fence, &log), unsent)
     }
 
@@ -452,14 +452,31 @@ async fn within<T>(until: Option<Instant>, future: impl Future<Output = T>) -> O
     }
 }
 
-/// The future's result, or `None` if it panics.
-async fn unwinding<T>(future: impl Future<Output = T>) -> Option<T> {
-    let mut future = pin!(future);
-    poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
-        Ok(poll) => poll.map(Some),
-        Err(_) => Poll::Ready(None),
-    })
-    .await
+/// A foreign future's result, or `None` if it panics; a destructor that does harms nobody.
+pub(super) struct Unwinding<T>(Option<BoxFuture<T>>);
+
+impl<T> Unwinding<T> {
+    pub(super) fn new(future: impl Future<Output = T> + Send + 'static) -> Self {
+        Self(Some(Box::pin(future)))
+    }
+}
+
+impl<T> Future for Unwinding<T> {
+    type Output = Option<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<T>> {
+        let Some(future) = &mut self.0 else { return Poll::Pending };
+        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+            Ok(poll) => poll.map(Some),
+            Err(_) => Poll::Ready(None),
+        }
+    }
+}
+
+impl<T> Drop for Unwinding<T> {
+    fn drop(&mut self) {
+        discard(self.0.take());
+    }
 }
 
 // ===== impl Probe =====
