@@ -1091,6 +1091,41 @@ async fn a_check_that_always_says_in_flight_is_asked_so_often_and_no_more() {
     assert!(error.to_string().contains("after 4 checks"), "{error}");
 }
 
+/// A write that is silent and whose connection closes at 8 s; its process outlives its signals, which shows so much
+/// later. The check begins at 6 s, when the quarantine is over.
+async fn beside_the_old_process(shows_after: Duration, check_takes: Duration, probes: bool) {
+    let lab = Lab::new();
+    lab.write(later(8 * SECOND, Err(exits(shows_after, false).exit_ends_effects()))).write(answer(1));
+    let check = move |doubt: Doubt| async move {
+        tokio::time::sleep(check_takes).await;
+        if probes {
+            doubt.probe(read()).await?;
+        }
+        Ok(doubt.not_landed())
+    };
+    let layer = Safety::new(check).attempt_timeout(SECOND).quarantine(5 * SECOND).check_timeout(30 * SECOND);
+    let stack = Stack::builder(lab.connector()).writes(layer).on_event(lab.events.sink()).build().unwrap();
+    let ledger = stack.ledger();
+    let error = stack.send(write()).await.unwrap_err();
+    assert_eq!(lab.writes(), 1, "replayed beside it: {:?}", lab.log.timed());
+    assert_eq!((error.outcome(), lab.events.doubts()), (Outcome::Unknown, 1), "{error}");
+    assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+    assert!(error.to_string().contains("still there"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_quarantine_holds_if_the_old_process_is_found_to_be_there_while_the_check_runs() {
+    beside_the_old_process(Duration::ZERO, 5 * SECOND, true).await;
+    beside_the_old_process(Duration::ZERO, 5 * SECOND, false).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_goes_out_if_the_old_process_is_found_to_be_there_while_it_waits_for_its_connection() {
+    beside_the_old_process(3 * SECOND, 5 * SECOND / 2, false).await;
+    // While the check and its verdict came before the closure.
+    beside_the_old_process(SECOND, 2 * SECOND, false).await;
+}
+
 // ===== Resolving =====
 
 fn lost(store: &Store, entered: SystemTime) -> Entry {

@@ -41,6 +41,8 @@ use crate::{
 const LEAST_ATTEMPT: Duration = Duration::from_millis(1);
 /// How many hand-overs of which nothing was sent are remembered.
 const ATTEMPTS_KEPT: usize = 64;
+/// What a replay by a quarantine is not made for, or was made in spite of.
+const OUTLIVED: &str = "the old process is still there, so that no fence holds";
 
 /// The future of a [`WriteSafety`](super::WriteSafety) service's call.
 #[pin_project(PinnedDrop)]
@@ -145,6 +147,8 @@ struct Doubt<Res> {
     again: bool,
     verdict: Option<VerdictKind>,
     fence: Option<Fence>,
+    /// The end of the connection beside whose process the replay must not go.
+    beside: Option<Closure>,
     reason: Option<Cow<'static, str>>,
 }
 
@@ -328,7 +332,7 @@ where
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
-            self.close_by_key();
+            self.close_by_fence();
             // The attempt itself first: what it says is better evidence than any check's.
             if let Some(future) = attempt.as_mut().as_pin_mut()
                 && let Poll::Ready(result) = future.poll(cx)
@@ -376,11 +380,11 @@ where
                 && let Poll::Ready(verdict) = Pin::new(settling).poll(cx)
             {
                 doubt.settling = None;
+                let verdict = verdict.unwrap_or_else(|| Verdict::Unknown("settling it panicked".into()));
                 match self.settled(verdict, attempt.is_some(), cx) {
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
-                let verdict = verdict.unwrap_or_else(|| Verdict::Unknown("settling it panicked".into()));
             }
 
             if self.way.is_some() {
@@ -747,6 +751,11 @@ where
                 self.way = None;
                 return Poll::Ready(Err(self.another_write()));
             }
+            if self.is_beside() {
+                self.way = None;
+                self.keep_replaced();
+                return Poll::Ready(Err(self.last_error().note(OUTLIVED)));
+            }
             self.parts.account.claim();
         }
         // The ledger comes last, so that what it grants is used at once.
@@ -790,6 +799,9 @@ where
                 if !self.claim_replay() {
                     return Poll::Ready(Err(self.another_write()));
                 }
+                if let (Some(doubt), Replay::Fenced(_)) = (&mut self.doubt, &replay) {
+                    doubt.beside = doubt.error.as_ref().and_then(CallError::closure).cloned();
+                }
                 if let Replay::Fenced(fence) = &replay {
                     self.parts.current.activity.set_replaced(fence.clone());
                 }
@@ -816,12 +828,12 @@ where
         Poll::Ready(Ok(()))
     }
 
-    /// A replay by its key may wait below this layer, for a connection or a process's end, and the machine may
-    /// sleep meanwhile: once the key's time is over, by either clock, it must not be sent any more.
-    fn close_by_key(&self) {
+    /// A replay may wait below this layer, for a connection or a process's end, and the machine may sleep meanwhile.
+    /// Once its key's time is over, by either clock, it must not be sent any more; nor once the old process is known
+    /// to have outlived its signals.
+    fn close_by_fence(&self) {
         if let Some(replay) = self.replay.as_deref()
-            && self.key_end(replay).is_err()
-            && !off!(WindowWait)
+            && ((self.key_end(replay).is_err() && !off!(WindowWait)) || self.is_beside())
         {
             self.parts.current.activity.close();
         }
@@ -941,11 +953,20 @@ where
                     && !off!(Unsent)
                     && !doubt.is_stopped()
                     && self.parts.current.activity.poll_sent(cx).is_err();
-                if !sending {
+                // Its connection may have closed since the check began.
+                let closure = doubt.error.as_ref().and_then(CallError::closure);
+                let outlived = is_quarantine(&fence) && has_outlived(closure);
+                if !sending && !outlived {
                     return self.not_landed(fence, pending);
                 }
                 doubt.verdict = Some(VerdictKind::Unknown);
-                "absent, but the request is not sent to its end, so that no declared fence holds".into()
+                match outlived {
+                    true => settle::OUTLIVED.into(),
+                    false => {
+                        "absent, but the request is not sent to its end, so that no declared fence holds"
+                            .into()
+                    }
+                }
             }
             Verdict::InFlight { .. } => "still being processed".into(),
             Verdict::Partial => "applied in part".into(),
@@ -1100,7 +1121,13 @@ where
                 let error = error.with_id(Some(self.parts.call)).judged_by(self.parts.basis);
                 let mut error = error.after_attempts(mem::take(&mut self.attempts));
                 if error.delivery() != Delivery::Answered {
-                    unsettle(error.attempts_mut(), |fence| !fence.stops_the_attempt());
+                    let beside = self.is_beside();
+                    unsettle(error.attempts_mut(), |fence| {
+                        !fence.stops_the_attempt() || (beside && is_quarantine(fence))
+                    });
+                    if beside {
+                        error = error.note(OUTLIVED);
+                    }
                 }
                 Err(error)
             }
@@ -1145,6 +1172,9 @@ where
                 outcome,
             }));
         }
+        // What a caller that goes away before it is recorded would be the only one to know.
+        let reported = self.parts.outermost && result.as_ref().is_err_and(|error| error.attempts().len() > 1);
+        let untold = !doubtful && !reported && outcome != Some(Outcome::NotDone) && self.attempts.len() < 2;
         match &result {
             Ok(_) if self.attempts.len() > 1 => {
                 let attempts = mem::take(&mut self.attempts);
@@ -1177,9 +1207,6 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             sequence: 0,
             attempts: Vec::new(),
             polled: false,
-        // What a caller that goes away before it is recorded would be the only one to know.
-        let reported = self.parts.outermost && result.as_ref().is_err_and(|error| error.attempts().len() > 1);
-        let untold = !doubtful && !reported && outcome != Some(Outcome::NotDone) && self.attempts.len() < 2;
             timed_out: false,
             doubt: None,
             way: None,
@@ -1245,6 +1272,17 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             }
     }
 
+    /// Whether the layer's own quarantine is what the replay goes by, and the old process is there all the same. That
+    /// may show only now: the connection may have closed while the check ran, and its process ends later still.
+    fn is_beside(&self) -> bool {
+        let Some(doubt) = &self.doubt else { return false };
+        let by = doubt.fence.as_ref().is_some_and(is_quarantine);
+        by && has_outlived(match self.replay {
+            Some(_) => doubt.beside.as_ref(),
+            None => doubt.error.as_ref().and_then(CallError::closure),
+        })
+    }
+
     /// What the ledger says of the write from now on.
     fn state(&self, result: &Result<Res, CallError>, reason: Option<&str>) -> State {
         let by_check = || State::Landed { by: "check".to_owned() };
@@ -1267,6 +1305,17 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let keeps = hold.is_some() || !current.activity.is_taken_over();
         let memory = lane.shared.ledger.memory().filter(|_| keeps);
         account.close(state, memory, name, *effect, hold.as_deref())
+    }
+
+    fn untold(&mut self, result: &Result<Res, CallError>) -> Untold {
+        let Parts { call, effect, basis, current, events, .. } = &self.parts;
+        let attempts = match result {
+            Ok(_) => mem::take(&mut self.attempts),
+            Err(error) => error.attempts().to_vec(),
+        };
+        let generation = current.activity.generation_number();
+        let (call, effect, basis) = (*call, *effect, *basis);
+        Untold { call, effect, basis, attempts, generation, events: events.clone() }
     }
 
     fn call_report(&self, attempts: Vec<Attempt>, outcome: Option<Outcome>) -> CallReport {
@@ -1293,7 +1342,8 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             attempt.generation = self.parts.current.activity.generation_number();
             self.attempts.push(attempt);
         }
-        unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt());
+        let beside = self.is_beside();
+        unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt() || (beside && is_quarantine(fence)));
         let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
         let state = match in_doubt {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
@@ -1322,6 +1372,19 @@ fn not_landed(attempts: &[Attempt], why: &str) -> State {
         _ => None,
     });
     fence.map_or_else(|| State::not_done(why), State::by_fence)
+}
+
+/// Whether it is the layer's own, that was declared for a server that ends when it is told to.
+fn is_quarantine(fence: &Fence) -> bool {
+    fence.basis() == FenceBasis::Declared && !fence.is_of_the_check()
+}
+
+/// Whether that connection's process is found to have outlived all signals.
+fn has_outlived(closure: Option<&Closure>) -> bool {
+    if let Some(closure) = closure {
+        closure.learn_exit();
+    }
+    settle::is_still_there(closure)
 }
 
 /// Settles every attempt that is in doubt.
@@ -1364,6 +1427,7 @@ impl<Res> Doubt<Res> {
             again: false,
             verdict: None,
             fence: None,
+            beside: None,
             reason: None,
         }
     }

@@ -31,6 +31,8 @@ use crate::{
     error::safe_text,
 };
 
+/// Why no quarantine holds.
+pub(super) const OUTLIVED: &str = "absent, but the old process is still there, so that no fence holds";
 /// How long the layer waits at least before it asks a check again.
 const LEAST_RECHECK: Duration = Duration::from_millis(10);
 /// How long a first look lets a fence go before it.
@@ -258,9 +260,7 @@ where
                 Verdict::NotLanded(fence)
                     if !fence.is_of_the_check() && is_still_there(facts.closure.as_ref()) =>
                 {
-                    Verdict::Unknown(
-                        "absent, but the old process is still there, so that no fence holds".into(),
-                    )
+                    Verdict::Unknown(OUTLIVED.into())
                 }
                 Verdict::NotLanded(fence) if unsent && fence.basis() == FenceBasis::Declared => {
                     Verdict::Unknown(
