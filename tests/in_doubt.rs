@@ -201,6 +201,30 @@ impl Ledger for PanicsAt {
     }
 }
 
+/// A ledger of this crate within one of the caller's.
+#[derive(Clone)]
+struct Wrapped<L>(L);
+impl<L: Ledger> Ledger for Wrapped<L> {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.0.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+    fn abandon(&self, id: EntryId, state: State) {
+        self.0.abandon(id, state);
+    }
+}
+
 /// Polls once; whether it is pending.
 fn poll_once<F: Future>(call: &mut std::pin::Pin<Box<F>>) -> bool {
     call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
@@ -1933,5 +1957,115 @@ async fn a_key_that_has_no_place_is_a_wrong_configuration() {
         let error = keeper.service(refuse().keyed(keyed)).oneshot(payment()).await.unwrap_err();
         assert!(matches!(refusal(&error), Refusal::Config(what) if what.contains("JSON pointer")), "{error}");
         assert!(keeper.keys().is_empty());
+    }
+}
+
+// ===== Several stacks with one ledger =====
+
+/// Goes on while another thread writes a file: the clock, which is paused, stands still meanwhile.
+async fn without_time<F: Future>(what: F) -> F::Output {
+    let spin = async {
+        loop {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        done = what => done,
+        () = spin => unreachable!(),
+    }
+}
+
+async fn wait_until(what: impl Fn() -> bool) {
+    while !what() {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// The first stack's write is lost after the second stack's, on that key, was answered.
+async fn overtaken_by_another_stack(
+    ours: Safety,
+    theirs: Safety,
+    lab: &Lab,
+    key: &'static str,
+    replayed: bool,
+) {
+    let lost = Arc::new(tokio::sync::Notify::new());
+    let loses = Arc::clone(&lost);
+    lab.write(Box::new(move |_: Req| {
+        Box::pin(async move {
+            loses.notified().await;
+            Err(closed())
+        })
+    }));
+    lab.write(answer(2)).write(answer(1));
+    let (ours, theirs) = (ours.layer(lab.connection()), theirs.layer(lab.connection()));
+    let first = tokio::spawn(ours.oneshot(to("a")));
+    wait_until(|| lab.writes() == 1).await;
+    assert_eq!(without_time(theirs.oneshot(to(key))).await.unwrap(), 2);
+    lost.notify_one();
+    let first = first.await.unwrap();
+    assert_eq!((first.is_ok(), lab.writes()), (replayed, 2 + usize::from(replayed)), "{first:?}");
+    if let Err(error) = first {
+        assert_eq!(error.outcome(), Outcome::NotDone, "{error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h21_a_lost_write_of_one_stack_is_not_replayed_over_a_later_one_of_another_on_the_same_ledger() {
+    async fn on(ledger: impl Ledger + Clone) {
+        for (key, replayed) in [("a", false), ("b", true)] {
+            let lab = Lab::new();
+            let layer = || by_account(absent(&lab)).ledger(ledger.clone());
+            overtaken_by_another_stack(layer(), layer(), &lab, key, replayed).await;
+        }
+    }
+    on(MemoryLedger::new()).await;
+    on(Arc::new(MemoryLedger::new())).await;
+    // What stands in the ledger is enough.
+    on(Wrapped(MemoryLedger::new())).await;
+    #[cfg(feature = "ledger-durable")]
+    {
+        use goaround::write_safety::ledger::DurableLedger;
+        let directory = tempfile::tempdir().unwrap();
+        let open = |name: &str| DurableLedger::open(directory.path().join(name)).unwrap();
+        on(open("plain")).await;
+        on(Arc::new(open("shared"))).await;
+        on(Wrapped(open("wrapped"))).await;
+    }
+    // The ledger that a layer, or a service, gives away is the same.
+    let lab = Lab::new();
+    let layer = by_account(absent(&lab)).ledger(Wrapped(NoHints(Store::new(&lab.log))));
+    let ledger = layer.layer(lab.connection()).ledger();
+    overtaken_by_another_stack(layer.clone(), layer, &lab, "a", false).await;
+    let lab = Lab::new();
+    let layer = || by_account(absent(&lab)).ledger(ledger.clone());
+    overtaken_by_another_stack(layer(), layer(), &lab, "a", false).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_in_doubt_turns_writes_of_other_stacks_with_its_ledger_away_while_its_check_runs() {
+    async fn on(ledger: impl Ledger + Clone) {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(1)).write(answer(2)).write(answer(3));
+        let stack = || by_account(absent(&lab)).ledger(ledger.clone()).layer(lab.connection());
+        let (ours, theirs) = (stack(), stack());
+        let first = tokio::spawn(ours.oneshot(to("a")));
+        wait_until(|| lab.log.all().iter().any(|line| line.contains("check"))).await;
+        let error = without_time(theirs.clone().oneshot(to("a"))).await.unwrap_err();
+        assert!(matches!(refusal(&error), Refusal::KeyInDoubt(_)), "{error}");
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 1));
+        assert_eq!(first.await.unwrap().unwrap(), 1);
+        assert_eq!(without_time(theirs.clone().oneshot(to("a"))).await.unwrap(), 2);
+        // Another ledger knows nothing of it.
+        let apart = by_account(WriteSafetyLayer::refuse()).ledger(MemoryLedger::new());
+        assert_eq!(apart.layer(lab.connection()).oneshot(to("a")).await.unwrap(), 3);
+    }
+    on(MemoryLedger::new()).await;
+    #[cfg(feature = "ledger-durable")]
+    {
+        let directory = tempfile::tempdir().unwrap();
+        on(goaround::write_safety::ledger::DurableLedger::open(directory.path().join("ledger")).unwrap())
+            .await;
     }
 }

@@ -1,5 +1,8 @@
 //! Which writes touch each other. A replay must not land on top of another write that was handed over after
 //! the first attempt: the caller of that one was told that it is done.
+//!
+//! Writes without a conflict key are counted by each service. The keys are the ledger's: all stacks that share one see
+//! each other's writes on a key, from the moment they begin.
 
 use std::{
     collections::HashMap,
@@ -20,14 +23,20 @@ pub(super) struct Conflicts {
     all: AtomicU64,
     /// How many of them without a key.
     keyless: AtomicU64,
-    keys: Mutex<HashMap<Arc<str>, Key>>,
+    keys: Keys,
 }
+
+/// The conflict keys of calls under way, of all services that share a ledger. A clone is the same.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Keys(Arc<Mutex<HashMap<Arc<str>, Key>>>);
 
 /// A conflict key that calls under way have.
 #[derive(Debug, Default)]
 struct Key {
-    /// How many hand-overs there were.
+    /// How many hand-overs there were, of which one call's that follow each other are one.
     writes: u64,
+    /// The call that was handed over last.
+    last: Option<EntryId>,
     calls: usize,
     /// The calls that are in doubt, and their methods.
     doubts: Vec<(EntryId, String)>,
@@ -50,7 +59,33 @@ pub(super) struct Unrecorded {
     pub(super) state: State,
 }
 
+impl Key {
+    /// The doubt of another call, if there is one.
+    fn other_doubt(&self, id: EntryId) -> Option<&(EntryId, String)> {
+        self.doubts.iter().find(|(held, _)| *held != id)
+    }
+
+    /// Counts a hand-over of that call.
+    fn hand_over(&mut self, id: EntryId) -> u64 {
+        if self.last.replace(id) != Some(id) {
+            self.writes += 1;
+        }
+        self.writes
+    }
+}
+
+impl Keys {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Conflicts {
+    /// Of a service whose ledger has these keys.
+    pub(super) fn new(keys: Keys) -> Arc<Self> {
+        Arc::new(Self { keys, ..Self::default() })
+    }
+
     /// A write with that key begins; an error names the one in doubt that stands in its way.
     pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
         let mut keys = self.lock();
@@ -94,7 +129,7 @@ impl Conflicts {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+        self.keys.lock()
     }
 }
 
@@ -138,8 +173,7 @@ impl Hold {
         self.of.all.fetch_add(1, Ordering::AcqRel);
         let mut keys = self.of.lock();
         let state = keys.entry(Arc::clone(&self.key)).or_default();
-        state.writes += 1;
-        self.writes = state.writes;
+        self.writes = state.hand_over(self.id);
     }
 
     /// Whether no write that touches it was handed over since.
@@ -155,8 +189,7 @@ impl Hold {
         if state.writes != self.writes || self.of.keyless.load(Ordering::Acquire) != self.keyless {
             return false;
         }
-        state.writes += 1;
-        self.writes = state.writes;
+        self.writes = state.hand_over(self.id);
         self.of.all.fetch_add(1, Ordering::AcqRel);
         true
     }
@@ -166,7 +199,7 @@ impl Hold {
     pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
         let keys = self.of.lock();
         let state = keys.get(&self.key)?;
-        let doubt = state.doubts.iter().find(|(held, _)| *held != self.id);
+        let doubt = state.other_doubt(self.id);
         doubt.or(state.last_left.as_ref().filter(|_| state.left != self.left)).cloned()
     }
 

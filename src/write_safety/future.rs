@@ -884,7 +884,7 @@ where
         }
         self.last_error().note(match error {
             LedgerError::Overtaken(_) => {
-                "not replayed: another write that touches it was entered by another process"
+                "not replayed: another write that touches it was entered by another process or stack"
             }
             _ => "not replayed: the ledger could not claim the replay",
         })

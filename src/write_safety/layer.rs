@@ -162,6 +162,12 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// with [`Refusal::KeyInDoubt`](crate::Refusal::KeyInDoubt), and nothing of them is sent, until it is settled
     /// or forgotten in the [ledger](Self::ledger): the lost write might still land on top of them.
     ///
+    /// All stacks of a process that were given one [`MemoryLedger`](super::ledger::MemoryLedger), one `DurableLedger` or
+    /// one [`AnyLedger`](super::ledger::AnyLedger) see each other's writes with a key, so that the same holds over all of
+    /// them; a write without one touches those of its own stack. Stacks with ledgers of their own, which is the
+    /// default, cannot see each other: where they write to the same things, give them one. Other ledgers keep
+    /// processes, and layers that were made apart, from each other as far as they [say](super::ledger::Ledger).
+    ///
     /// The key stands in the ledger as it is made here. It is compared as text.
     ///
     /// ```

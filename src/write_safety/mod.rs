@@ -220,10 +220,11 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
         stack: u64,
         servers_entered: bool,
     ) -> Self {
+        let ledger = config.ledger.clone().unwrap_or_default();
         let shared = Arc::new(Shared {
             checks: settle::Checks::new(config.max_checks),
-            conflicts: Arc::default(),
-            ledger: config.ledger.clone().unwrap_or_default(),
+            conflicts: Conflicts::new(ledger.keys().clone()),
+            ledger,
             stack,
             servers_entered,
         });

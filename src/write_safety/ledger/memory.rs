@@ -1,16 +1,18 @@
 //! The ledger in memory.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::SystemTime,
 };
 
-use super::{Entry, EntryId, Ledger, LedgerError, State};
+use super::{super::conflicts::Keys, Entry, EntryId, Ledger, LedgerError, State, order::Order};
 
 /// How many entries in doubt it holds.
 const MOST: usize = 10_000;
+/// How many of them are listed at a time: nobody waits for a whole listing.
+const PORTION: usize = 256;
 
 /// The default ledger: in memory, gone with the process. A clone is the same ledger.
 ///
@@ -19,6 +21,9 @@ const MOST: usize = 10_000;
 /// those with a key stay, since their keys would be free without a word, and where all have one the next write
 /// is refused. Of what is settled or forgotten by hand nothing stays but a line to `tracing`; `DurableLedger` keeps a
 /// record.
+///
+/// Of nested layers that share it, a write has one entry, under the key of the outermost that has one; it blocks the
+/// keys of all of them.
 ///
 /// ```
 /// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}, write_safety::ledger::{Ledger, MemoryLedger}};
@@ -35,18 +40,38 @@ const MOST: usize = 10_000;
 /// # }
 /// ```
 #[derive(Clone, Default)]
-pub struct MemoryLedger(Arc<Mutex<Book>>);
+pub struct MemoryLedger(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    book: Mutex<Book>,
+    keys: Keys,
+}
 
 #[derive(Default)]
 struct Book {
-    entries: HashMap<EntryId, (u64, Entry)>,
     /// In the order in which they came.
-    order: BTreeMap<u64, EntryId>,
+    slots: BTreeMap<u64, Slot>,
+    places: HashMap<EntryId, u64>,
     /// Those of them in doubt without a key.
-    keyless: BTreeMap<u64, EntryId>,
+    keyless: BTreeSet<u64>,
     /// Those in doubt with that key.
-    keys: HashMap<String, Vec<EntryId>>,
+    keys: HashMap<String, Vec<u64>>,
+    order: Order,
     last: u64,
+}
+
+struct Slot {
+    /// Shared with whoever lists it.
+    entry: Arc<Entry>,
+    /// What other layers of the same write call it.
+    further_keys: Vec<String>,
+}
+
+impl Slot {
+    fn keys(&self) -> impl Iterator<Item = &String> {
+        self.entry.key.iter().chain(&self.further_keys)
+    }
 }
 
 impl MemoryLedger {
@@ -65,86 +90,122 @@ impl MemoryLedger {
         self.book().insert(entry);
     }
 
+    /// The conflict keys of calls under way, of all stacks.
+    pub(in super::super) fn keys(&self) -> &Keys {
+        &self.0.keys
+    }
+
     fn book(&self) -> MutexGuard<'_, Book> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Book {
     fn admit(&self, key: Option<&str>) -> Result<(), LedgerError> {
-        let held = key.and_then(|key| self.keys.get(key)).and_then(|ids| self.entries.get(ids.first()?));
-        match held {
-            Some((_, entry)) => Err(LedgerError::KeyInDoubt { id: entry.id, method: entry.method.clone() }),
-            None if self.entries.len() >= MOST && self.keyless.is_empty() => Err(LedgerError::Full(MOST)),
+        let place = key.and_then(|key| self.keys.get(key)?.first());
+        let held = place.and_then(|place| self.slots.get(place));
+        match held.map(|slot| &slot.entry) {
+            Some(entry) => Err(LedgerError::KeyInDoubt { id: entry.id, method: entry.method.clone() }),
+            None if self.slots.len() >= MOST && self.keyless.is_empty() => Err(LedgerError::Full(MOST)),
             None => Ok(()),
         }
     }
 
+    /// Puts an entry in. Of a write that is there, by a layer further in, it takes the place and keeps the keys.
     fn insert(&mut self, entry: Entry) {
-        self.remove(entry.id);
-        if self.entries.len() >= MOST
-            && let Some(&oldest) = self.keyless.values().next()
-        {
-            self.remove(oldest);
+        let (place, further_keys) = match self.remove(entry.id, None) {
+            Some((place, earlier)) => {
+                let keys = earlier.keys().filter(|key| entry.key.as_ref() != Some(*key));
+                (place, keys.cloned().collect())
+            }
+            None => {
+                if self.slots.len() >= MOST
+                    && let Some(oldest) = self.keyless.first().and_then(|place| self.slots.get(place))
+                {
+                    self.remove(oldest.entry.id, None);
+                }
+                self.last += 1;
+                (self.last, Vec::new())
+            }
+        };
+        self.places.insert(entry.id, place);
+        let slot = Slot { entry: Arc::new(entry), further_keys };
+        for key in slot.keys() {
+            self.order.entered(key, place);
         }
-        self.last += 1;
-        self.order.insert(self.last, entry.id);
-        let id = entry.id;
-        self.entries.insert(id, (self.last, entry));
-        self.index(id);
+        self.slots.insert(place, slot);
+        self.index(place);
     }
 
     /// Notes what an entry in doubt blocks, or that it blocks nothing. One of a call under way does neither, nor does
     /// it make place for another.
-    fn index(&mut self, id: EntryId) {
-        let Some((place, entry)) = self.entries.get(&id) else { return };
-        if !matches!(entry.state, State::InDoubt { .. }) {
+    fn index(&mut self, place: u64) {
+        let Some(slot) = self.slots.get(&place) else { return };
+        if !matches!(slot.entry.state, State::InDoubt { .. }) {
             return;
         }
-        match &entry.key {
-            Some(key) => {
-                let ids = self.keys.entry(key.clone()).or_default();
-                if !ids.contains(&id) {
-                    ids.push(id);
-                }
+        if slot.keys().next().is_none() {
+            self.keyless.insert(place);
+        }
+        for key in slot.keys() {
+            let places = self.keys.entry(key.clone()).or_default();
+            if !places.contains(&place) {
+                places.push(place);
             }
-            None => drop(self.keyless.insert(*place, id)),
         }
     }
 
-    fn remove(&mut self, id: EntryId) {
-        let Some((place, entry)) = self.entries.remove(&id) else { return };
-        self.order.remove(&place);
+    /// Takes an entry out, with what became of it, if something did.
+    fn remove(&mut self, id: EntryId, state: Option<&State>) -> Option<(u64, Slot)> {
+        let place = self.places.remove(&id)?;
+        let slot = self.slots.remove(&place)?;
         self.keyless.remove(&place);
-        if let Some(key) = entry.key
-            && let Some(ids) = self.keys.get_mut(&key)
-        {
-            ids.retain(|other| *other != id);
-            if ids.is_empty() {
-                self.keys.remove(&key);
+        for key in slot.keys() {
+            self.order.ended(key, place, state);
+            if let Some(places) = self.keys.get_mut(key) {
+                places.retain(|other| *other != place);
+                if places.is_empty() {
+                    self.keys.remove(key);
+                }
             }
         }
+        Some((place, slot))
+    }
+
+    fn get(&self, id: EntryId) -> Result<(u64, &Slot), LedgerError> {
+        let slot = self.places.get(&id).and_then(|place| Some((*place, self.slots.get(place)?)));
+        slot.ok_or(LedgerError::Conflict(id))
     }
 
     fn get_mut(&mut self, id: EntryId) -> Result<&mut Entry, LedgerError> {
-        self.entries.get_mut(&id).map(|(_, entry)| entry).ok_or(LedgerError::Conflict(id))
+        let slot = self.places.get(&id).and_then(|place| self.slots.get_mut(place));
+        slot.map(|slot| Arc::make_mut(&mut slot.entry)).ok_or(LedgerError::Conflict(id))
     }
 
     fn settle(&mut self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        let place = self.get(id)?.0;
         let entry = self.get_mut(id)?;
         let revision = entry.settle(revision, state, SystemTime::now())?;
-        match entry.state.is_closed() {
-            true => self.remove(id),
-            false => self.index(id),
+        match entry.state.is_closed().then(|| entry.state.clone()) {
+            Some(state) => drop(self.remove(id, Some(&state))),
+            None => self.index(place),
         }
         Ok(revision)
+    }
+
+    fn claim(&mut self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        let (place, slot) = self.get(id)?;
+        if slot.keys().any(|key| self.order.is_overtaken(key, place)) && !off!(OtherWrites) {
+            return Err(LedgerError::Overtaken(id));
+        }
+        self.get_mut(id)?.claim(revision, SystemTime::now())
     }
 }
 
 impl Ledger for MemoryLedger {
     async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
         let mut book = self.book();
-        if book.entries.contains_key(&entry.id) {
+        if book.places.contains_key(&entry.id) {
             return Err(LedgerError::Conflict(entry.id));
         }
         book.admit(entry.key.as_deref())?;
@@ -158,19 +219,28 @@ impl Ledger for MemoryLedger {
     }
 
     async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
-        let mut book = self.book();
-        book.get_mut(id)?.claim(revision, SystemTime::now())
+        self.book().claim(id, revision)
     }
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        let book = self.book();
-        let entries = book.order.values().filter_map(|id| book.entries.get(id)).map(|(_, entry)| entry);
-        Ok(entries.filter(|entry| matches!(entry.state, State::InDoubt { .. })).cloned().collect())
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut from = Some(0);
+        while let Some(place) = from {
+            let listed: Vec<_> = {
+                let book = self.book();
+                let slots = || book.slots.range(place..).take(PORTION);
+                from = slots().nth(PORTION - 1).map(|(place, _)| place + 1);
+                let in_doubt = |entry: &&Arc<Entry>| matches!(entry.state, State::InDoubt { .. });
+                slots().map(|(_, slot)| &slot.entry).filter(in_doubt).cloned().collect()
+            };
+            entries.extend(listed.into_iter().map(Arc::unwrap_or_clone));
+        }
+        Ok(entries)
     }
 
     async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
         let mut book = self.book();
-        let revision = book.get_mut(id)?.revision;
+        let revision = book.get(id)?.1.entry.revision;
         book.settle(id, revision, State::Forgotten { by: by.to_owned() })?;
         tracing::info!(target: "goaround", entry = %id, by, "write in doubt forgotten");
         Ok(())
@@ -178,14 +248,14 @@ impl Ledger for MemoryLedger {
 
     fn abandon(&self, id: EntryId, state: State) {
         let mut book = self.book();
-        let Ok(revision) = book.get_mut(id).map(|entry| entry.revision) else { return };
+        let Ok(revision) = book.get(id).map(|(_, slot)| slot.entry.revision) else { return };
         let _ = book.settle(id, revision, state);
     }
 }
 
 impl fmt::Debug for MemoryLedger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryLedger").field("in_doubt", &self.book().entries.len()).finish_non_exhaustive()
+        f.debug_struct("MemoryLedger").field("in_doubt", &self.book().slots.len()).finish_non_exhaustive()
     }
 }
 

@@ -120,6 +120,7 @@
 #[cfg(feature = "ledger-durable")]
 mod durable;
 mod memory;
+mod order;
 mod process;
 
 use std::{
@@ -144,7 +145,10 @@ pub use self::{
     memory::MemoryLedger,
     process::{ServerProcess, servers_gone},
 };
-use super::fence::{Fence, FenceBasis};
+use super::{
+    conflicts::Keys,
+    fence::{Fence, FenceBasis},
+};
 use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 
 /// Keeps the writes of one process, or of several that share a database.
@@ -541,8 +545,9 @@ pub enum LedgerError {
     /// A write that was handed over is not made open again.
     #[error("the write {0} cannot be settled as open")]
     NotASettlement(EntryId),
-    /// Another write that touches it was entered since, by another process: it is not replayed over that one. The
-    /// entry is as it was.
+    /// Another write that touches it was entered since, by another process or another stack: it is not replayed over
+    /// that one. The entry is as it was. The ledgers of this crate say so of writes with its conflict key, unless they
+    /// did not land.
     #[error("another write that touches the write {0} was entered since")]
     Overtaken(EntryId),
     /// An earlier write with the same conflict key is in doubt. While its call is under way, wait for that; after
@@ -584,7 +589,8 @@ pub struct AnyLedger(Kind);
 enum Kind {
     /// Apart, since it is asked without waiting.
     Memory(MemoryLedger),
-    Other(Arc<dyn DynLedger>),
+    /// With the conflict keys of the calls under way on it, of all layers that have it.
+    Other(Arc<dyn DynLedger>, Keys),
 }
 
 impl AnyLedger {
@@ -597,9 +603,20 @@ impl AnyLedger {
         match ledger.downcast::<AnyLedger>() {
             Ok(any) => *any,
             Err(ledger) => match ledger.downcast::<L>() {
-                Ok(ledger) => Self(Kind::Other(Arc::from(ledger as Box<dyn DynLedger>))),
+                Ok(ledger) => {
+                    let keys = keys_of(&*ledger);
+                    Self(Kind::Other(Arc::from(ledger as Box<dyn DynLedger>), keys))
+                }
                 Err(_) => unreachable!("it was made of that type"),
             },
+        }
+    }
+
+    /// The conflict keys of the calls under way, of all services that share it.
+    pub(super) fn keys(&self) -> &Keys {
+        match &self.0 {
+            Kind::Memory(memory) => memory.keys(),
+            Kind::Other(_, keys) => keys,
         }
     }
 
@@ -607,7 +624,7 @@ impl AnyLedger {
     pub(super) fn memory(&self) -> Option<&MemoryLedger> {
         match &self.0 {
             Kind::Memory(memory) => Some(memory),
-            Kind::Other(_) => None,
+            Kind::Other(..) => None,
         }
     }
 
@@ -615,9 +632,20 @@ impl AnyLedger {
     pub(super) fn other(&self) -> Option<Arc<dyn DynLedger>> {
         match &self.0 {
             Kind::Memory(_) => None,
-            Kind::Other(ledger) => Some(Arc::clone(ledger)),
+            Kind::Other(ledger, _) => Some(Arc::clone(ledger)),
         }
     }
+}
+
+/// Those of a ledger of this crate, or new ones: another ledger is known by its layer alone.
+fn keys_of(ledger: &dyn std::any::Any) -> Keys {
+    let memory = ledger.downcast_ref().map(|ledger: &Arc<MemoryLedger>| ledger.keys().clone());
+    #[cfg(feature = "ledger-durable")]
+    let memory = memory
+        .or_else(|| ledger.downcast_ref().map(|ledger: &DurableLedger| ledger.keys().clone()))
+        .or_else(|| ledger.downcast_ref().map(|ledger: &Arc<DurableLedger>| ledger.keys().clone()));
+    let any = || ledger.downcast_ref().map(|ledger: &Arc<AnyLedger>| ledger.keys().clone());
+    memory.or_else(any).unwrap_or_default()
 }
 
 impl Default for AnyLedger {
@@ -630,49 +658,49 @@ impl Ledger for AnyLedger {
     async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.enter(entry).await,
-            Kind::Other(other) => Arc::clone(other).enter(entry).await,
+            Kind::Other(other, _) => Arc::clone(other).enter(entry).await,
         }
     }
 
     async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.settle(id, revision, state).await,
-            Kind::Other(other) => Arc::clone(other).settle(id, revision, state).await,
+            Kind::Other(other, _) => Arc::clone(other).settle(id, revision, state).await,
         }
     }
 
     async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.claim(id, revision).await,
-            Kind::Other(other) => Arc::clone(other).claim(id, revision).await,
+            Kind::Other(other, _) => Arc::clone(other).claim(id, revision).await,
         }
     }
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.in_doubt().await,
-            Kind::Other(other) => Arc::clone(other).in_doubt().await,
+            Kind::Other(other, _) => Arc::clone(other).in_doubt().await,
         }
     }
 
     async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.forget(id, by).await,
-            Kind::Other(other) => Arc::clone(other).forget(id, by.to_owned()).await,
+            Kind::Other(other, _) => Arc::clone(other).forget(id, by.to_owned()).await,
         }
     }
 
     fn abandon(&self, id: EntryId, state: State) {
         match &self.0 {
             Kind::Memory(memory) => Ledger::abandon(memory, id, state),
-            Kind::Other(other) => other.abandon(id, state),
+            Kind::Other(other, _) => other.abandon(id, state),
         }
     }
 
     async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
         match &self.0 {
             Kind::Memory(memory) => memory.started(server).await,
-            Kind::Other(other) => Arc::clone(other).started(server).await,
+            Kind::Other(other, _) => Arc::clone(other).started(server).await,
         }
     }
 }
@@ -681,7 +709,7 @@ impl fmt::Debug for AnyLedger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
             Kind::Memory(_) => "AnyLedger(in memory)",
-            Kind::Other(_) => "AnyLedger(..)",
+            Kind::Other(..) => "AnyLedger(..)",
         })
     }
 }

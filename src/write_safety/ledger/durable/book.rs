@@ -3,13 +3,14 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
 use tokio::time::Instant;
 
 use super::{
-    super::{Entry, EntryId, FenceBasis, LedgerError, ServerProcess, State},
+    super::{Entry, EntryId, FenceBasis, LedgerError, ServerProcess, State, order::Order},
     format::{Owner, Record},
 };
 
@@ -24,24 +25,26 @@ const MOST_SERVERS: usize = 256;
 /// No entry changes so often; beyond that, numbers could run over.
 const MOST_REVISION: u64 = u64::MAX / 2;
 
-#[derive(Clone, Debug, Default)]
+/// What is large in it is shared with whoever lists or writes it, so that nobody holds its lock for as long as
+/// copying takes.
+#[derive(Debug, Default)]
 pub(super) struct Book {
-    slots: HashMap<EntryId, Slot>,
     /// In the order in which they came.
-    order: BTreeMap<u64, EntryId>,
+    slots: BTreeMap<u64, Slot>,
+    places: HashMap<EntryId, u64>,
     /// Those in doubt that have that key.
     doubts: HashMap<String, BTreeSet<u64>>,
-    servers: HashMap<Owner, Vec<ServerProcess>>,
+    order: Order,
+    servers: HashMap<Owner, Arc<Vec<ServerProcess>>>,
     /// What was settled by hand.
-    closed: VecDeque<Entry>,
+    closed: VecDeque<Arc<Entry>>,
     last: u64,
     bytes: usize,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Slot {
-    place: u64,
-    entry: Entry,
+    entry: Arc<Entry>,
     /// It was there when the ledger was opened: its call is over.
     earlier: bool,
     bytes: usize,
@@ -59,11 +62,11 @@ impl Slot {
 impl Book {
     /// Whether such a write may be handed over.
     pub(super) fn admit(&self, entry: &Entry, bytes: usize) -> Result<(), LedgerError> {
-        if !enterable(entry) || self.slots.contains_key(&entry.id) {
+        if !enterable(entry) || self.places.contains_key(&entry.id) {
             return Err(LedgerError::Conflict(entry.id));
         }
         if let Some(held) = entry.key.as_ref().and_then(|key| self.doubts.get(key)?.first())
-            && let Some(held) = self.order.get(held).and_then(|id| self.slots.get(id))
+            && let Some(held) = self.slots.get(held)
         {
             return Err(LedgerError::KeyInDoubt { id: held.entry.id, method: held.entry.method.clone() });
         }
@@ -76,14 +79,30 @@ impl Book {
     pub(super) fn insert(&mut self, entry: Entry, bytes: usize) {
         self.last += 1;
         self.bytes += bytes;
-        self.order.insert(self.last, entry.id);
-        let id = entry.id;
-        self.slots.insert(id, Slot { place: self.last, entry, earlier: false, bytes });
-        self.index(id, false);
+        self.places.insert(entry.id, self.last);
+        if let Some(key) = &entry.key {
+            self.order.entered(key, self.last);
+        }
+        self.slots.insert(self.last, Slot { entry: Arc::new(entry), earlier: false, bytes });
+        self.index(self.last, false);
     }
 
-    pub(super) fn get(&self, id: EntryId) -> Result<&Entry, LedgerError> {
-        self.slots.get(&id).map(|slot| &slot.entry).ok_or(LedgerError::Conflict(id))
+    fn place(&self, id: EntryId) -> Result<u64, LedgerError> {
+        self.places.get(&id).copied().ok_or(LedgerError::Conflict(id))
+    }
+
+    pub(super) fn get(&self, id: EntryId) -> Result<&Arc<Entry>, LedgerError> {
+        let slot = self.slots.get(&self.place(id)?);
+        slot.map(|slot| &slot.entry).ok_or(LedgerError::Conflict(id))
+    }
+
+    /// Whether its replay would not land on another write with its conflict key, of whichever stack.
+    pub(super) fn may_claim(&self, id: EntryId) -> Result<(), LedgerError> {
+        let overtaken = match &self.get(id)?.key {
+            Some(key) => self.order.is_overtaken(key, self.place(id)?) && !off!(OtherWrites),
+            None => false,
+        };
+        if overtaken { Err(LedgerError::Overtaken(id)) } else { Ok(()) }
     }
 
     pub(super) fn settle(
@@ -93,15 +112,15 @@ impl Book {
         state: State,
         now: SystemTime,
     ) -> Result<u64, LedgerError> {
-        self.change(id, |entry| entry.settle(revision, state, now))
+        self.change(id, |entry| Arc::make_mut(entry).settle(revision, state, now))
     }
 
     pub(super) fn claim(&mut self, id: EntryId, revision: u64, now: SystemTime) -> Result<u64, LedgerError> {
-        self.change(id, |entry| entry.claim(revision, now))
+        self.change(id, |entry| Arc::make_mut(entry).claim(revision, now))
     }
 
     /// Makes an entry what it was, if it is at that revision still.
-    pub(super) fn restore(&mut self, revision: u64, was: Entry) {
+    pub(super) fn restore(&mut self, revision: u64, was: Arc<Entry>) {
         let _ = self.change(was.id, |entry| {
             if entry.revision == revision {
                 *entry = was;
@@ -113,14 +132,15 @@ impl Book {
     fn change(
         &mut self,
         id: EntryId,
-        change: impl FnOnce(&mut Entry) -> Result<u64, LedgerError>,
+        change: impl FnOnce(&mut Arc<Entry>) -> Result<u64, LedgerError>,
     ) -> Result<u64, LedgerError> {
-        let slot = self.slots.get_mut(&id).ok_or(LedgerError::Conflict(id))?;
+        let place = self.place(id)?;
+        let slot = self.slots.get_mut(&place).ok_or(LedgerError::Conflict(id))?;
         let was = slot.in_doubt();
         let revision = change(&mut slot.entry)?;
         if !slot.entry.state.is_closed() {
-            self.index(id, was);
-        } else if let Some(entry) = self.remove(id)
+            self.index(place, was);
+        } else if let Some(entry) = self.take(place, true)
             && by_hand(&entry.state)
         {
             self.remember(entry);
@@ -129,34 +149,41 @@ impl Book {
     }
 
     /// Takes an entry out, as if it had never been there.
-    pub(super) fn remove(&mut self, id: EntryId) -> Option<Entry> {
-        let Slot { place, entry, bytes, .. } = self.slots.remove(&id)?;
-        self.order.remove(&place);
+    pub(super) fn remove(&mut self, id: EntryId) {
+        if let Ok(place) = self.place(id) {
+            self.take(place, false);
+        }
+    }
+
+    fn take(&mut self, place: u64, settled: bool) -> Option<Arc<Entry>> {
+        let Slot { entry, bytes, .. } = self.slots.remove(&place)?;
+        self.places.remove(&entry.id);
         self.bytes -= bytes;
-        self.unindex(entry.key.as_deref(), place);
+        if let Some(key) = &entry.key {
+            self.unindex(key, place);
+            self.order.ended(key, place, Some(&entry.state).filter(|_| settled));
+        }
         Some(entry)
     }
 
-    /// Brings the keys in doubt up to date with that entry.
-    fn index(&mut self, id: EntryId, was: bool) {
-        let Some(slot) = self.slots.get(&id) else { return };
+    /// Brings the keys in doubt up to date with the entry at that place.
+    fn index(&mut self, place: u64, was: bool) {
+        let Some(slot) = self.slots.get(&place) else { return };
         let Some(key) = &slot.entry.key else { return };
         match (was, slot.in_doubt()) {
             (false, true) => {
-                self.doubts.entry(key.clone()).or_default().insert(slot.place);
+                self.doubts.entry(key.clone()).or_default().insert(place);
             }
             (true, false) => {
-                let (key, place) = (key.clone(), slot.place);
-                self.unindex(Some(&key), place);
+                let key = key.clone();
+                self.unindex(&key, place);
             }
             _ => {}
         }
     }
 
-    fn unindex(&mut self, key: Option<&str>, place: u64) {
-        if let Some(key) = key
-            && let Some(places) = self.doubts.get_mut(key)
-        {
+    fn unindex(&mut self, key: &str, place: u64) {
+        if let Some(places) = self.doubts.get_mut(key) {
             places.remove(&place);
             if places.is_empty() {
                 self.doubts.remove(key);
@@ -164,63 +191,65 @@ impl Book {
         }
     }
 
-    fn remember(&mut self, mut entry: Entry) {
-        // Nothing will be checked any more.
-        entry.arguments = None;
+    fn remember(&mut self, mut entry: Arc<Entry>) {
+        if entry.arguments.is_some() {
+            // Nothing will be checked any more.
+            Arc::make_mut(&mut entry).arguments = None;
+        }
         if self.closed.len() == MOST_CLOSED {
             self.closed.pop_front();
         }
         self.closed.push_back(entry);
     }
 
-    /// The entries in doubt, oldest first.
-    pub(super) fn in_doubt(&self) -> Vec<Entry> {
-        let slots = self.order.values().filter_map(|id| self.slots.get(id)).filter(|slot| slot.in_doubt());
-        let with_servers = |slot: &Slot| {
-            let mut entry = slot.entry.clone();
-            let servers = self.servers.get(&Owner(entry.id.owner())).into_iter().flatten();
-            let servers = servers.filter(|server| server.stack == entry.stack);
-            let news: Vec<_> = servers.filter(|server| !entry.servers.contains(server)).cloned().collect();
-            entry.servers.extend(news);
-            entry
+    /// The first of those in doubt from that place on, oldest first, as far as they are among so many, and where to
+    /// go on.
+    pub(super) fn in_doubt(&self, from: u64, most: usize) -> (Vec<Listed>, Option<u64>) {
+        let slots = || self.slots.range(from..).take(most);
+        let next = slots().nth(most - 1).map(|(place, _)| place + 1);
+        let listed = |slot: &Slot| Listed {
+            entry: Arc::clone(&slot.entry),
+            servers: self.servers.get(&Owner(slot.entry.id.owner())).cloned(),
         };
-        slots.map(with_servers).collect()
+        (slots().map(|(_, slot)| slot).filter(|slot| slot.in_doubt()).map(listed).collect(), next)
     }
 
     /// What was settled by hand, oldest first.
-    pub(super) fn closed(&self) -> Vec<Entry> {
+    pub(super) fn closed(&self) -> Vec<Arc<Entry>> {
         self.closed.iter().cloned().collect()
     }
 
-    pub(super) fn servers(&self, owner: Owner) -> Vec<ServerProcess> {
+    pub(super) fn servers(&self, owner: Owner) -> Arc<Vec<ServerProcess>> {
         self.servers.get(&owner).cloned().unwrap_or_default()
     }
 
     pub(super) fn started(&mut self, owner: Owner, server: ServerProcess) {
-        self.servers.entry(owner).or_default().push(server);
+        Arc::make_mut(self.servers.entry(owner).or_default()).push(server);
     }
 
     /// Leaves out those that nothing can be learnt from.
     pub(super) fn prune(&mut self, owner: Owner, gone: &[ServerProcess]) {
         if let Some(servers) = self.servers.get_mut(&owner) {
-            prune(servers, gone);
+            prune(Arc::make_mut(servers), gone);
         }
     }
 
     /// Takes over what a process left that is gone now: the calls of all these entries are over.
     pub(super) fn adopt(&mut self, now: Instant) {
-        let ids: Vec<_> = self.order.values().copied().collect();
-        for &id in &ids {
-            let Some(slot) = self.slots.get_mut(&id) else { continue };
+        let places: Vec<_> = self.slots.keys().copied().collect();
+        for place in places {
+            let Some(slot) = self.slots.get_mut(&place) else { continue };
             let was = slot.in_doubt();
             slot.earlier = true;
             // In this very process the connection may live on, and hold bytes that are not written yet.
-            slot.entry.orphaned = (!id.is_own()).then_some(now);
-            self.index(id, was);
+            let own = slot.entry.id.is_own();
+            Arc::make_mut(&mut slot.entry).orphaned = (!own).then_some(now);
+            self.index(place, was);
         }
         let needed: BTreeSet<_> =
             self.slots.values().map(|slot| (slot.entry.id.owner(), slot.entry.stack)).collect();
         for (owner, servers) in &mut self.servers {
+            let servers = Arc::make_mut(servers);
             if owner.0 != super::super::this_run() {
                 servers.retain(|server| needed.contains(&(owner.0, server.stack)));
             }
@@ -235,37 +264,75 @@ impl Book {
         let time = |ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms));
         match record {
             Record::Entry(entry) => {
-                (enterable(&entry) && !self.slots.contains_key(&entry.id)).then_some(())?;
+                (enterable(&entry) && !self.places.contains_key(&entry.id)).then_some(())?;
                 self.insert(entry.into_owned(), bytes);
             }
             Record::Settle { id, revision, at_ms, to } => {
                 self.settle(id, revision, to.into_owned(), time(at_ms)?).ok()?;
             }
+            // Whoever claimed it was allowed to then.
             Record::Claim { id, revision, at_ms } => {
                 self.claim(id, revision, time(at_ms)?).ok()?;
             }
             Record::Server { owner, server } => self.started(owner, server.into_owned()),
             Record::Closed(entry) => {
                 entry.state.is_closed().then_some(())?;
-                self.remember(entry.into_owned());
+                self.remember(Arc::new(entry.into_owned()));
             }
         }
         Some(())
     }
 
-    /// All that has to be in a new file.
-    pub(super) fn records(&self) -> Vec<Record<'_>> {
-        let servers = self.servers.iter().flat_map(|(&owner, servers)| {
-            servers.iter().map(move |server| Record::Server { owner, server: Cow::Borrowed(server) })
-        });
-        let closed = self.closed.iter().map(|entry| Record::Closed(Cow::Borrowed(entry)));
-        let slots = self.order.values().filter_map(|id| self.slots.get(id));
-        let entries = slots.map(|slot| Record::Entry(Cow::Borrowed(&slot.entry)));
-        servers.chain(closed).chain(entries).collect()
+    /// The book as it is now, to be written.
+    pub(super) fn copy(&self) -> Copied {
+        Copied {
+            servers: self.servers.iter().map(|(&owner, servers)| (owner, Arc::clone(servers))).collect(),
+            closed: self.closed(),
+            entries: self.slots.values().map(|slot| Arc::clone(&slot.entry)).collect(),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
         self.slots.len()
+    }
+}
+
+/// An entry in doubt as it is in the book, and its owner's servers.
+#[derive(Debug)]
+pub(super) struct Listed {
+    entry: Arc<Entry>,
+    servers: Option<Arc<Vec<ServerProcess>>>,
+}
+
+impl Listed {
+    /// The entry with its stack's servers.
+    pub(super) fn into_entry(self) -> Entry {
+        let mut entry = Arc::unwrap_or_clone(self.entry);
+        let servers = self.servers.iter().flat_map(|servers| servers.iter());
+        let servers = servers.filter(|server| server.stack == entry.stack);
+        let news: Vec<_> = servers.filter(|server| !entry.servers.contains(server)).cloned().collect();
+        entry.servers.extend(news);
+        entry
+    }
+}
+
+/// What a book said when it was copied.
+#[derive(Debug)]
+pub(super) struct Copied {
+    servers: Vec<(Owner, Arc<Vec<ServerProcess>>)>,
+    closed: Vec<Arc<Entry>>,
+    entries: Vec<Arc<Entry>>,
+}
+
+impl Copied {
+    /// All that has to be in a new file.
+    pub(super) fn records(&self) -> Vec<Record<'_>> {
+        let servers = self.servers.iter().flat_map(|(owner, servers)| {
+            servers.iter().map(|server| Record::Server { owner: *owner, server: Cow::Borrowed(server) })
+        });
+        let closed = self.closed.iter().map(|entry| Record::Closed(Cow::Borrowed(entry)));
+        let entries = self.entries.iter().map(|entry| Record::Entry(Cow::Borrowed(entry)));
+        servers.chain(closed).chain(entries).collect()
     }
 }
 
@@ -339,6 +406,25 @@ mod tests {
         let gone: Vec<_> = servers.iter().filter(|server| gone.contains(&server.pid)).cloned().collect();
         prune(&mut servers, &gone);
         servers.iter().map(|server| server.pid).collect()
+    }
+
+    #[test]
+    fn what_is_listed_or_written_is_not_copied_under_the_lock_and_changes_no_more() {
+        let mut book = Book::default();
+        let id = EntryId::of(crate::CallId::from_parts(1, 1).unwrap());
+        let doubt = || State::InDoubt { reason: "lost".into() };
+        let entry = Entry::new(id, "pay".into(), crate::Effect::Write, 1, SystemTime::now());
+        book.insert(Entry { state: doubt(), arguments: Some("x".repeat(9_000)), ..entry }, 10_000);
+        let (mut listed, next) = book.in_doubt(0, 2);
+        let copied = book.copy();
+        let kept = Arc::clone(book.get(id).unwrap());
+        assert!(
+            next.is_none() && Arc::ptr_eq(&listed[0].entry, &kept) && Arc::ptr_eq(&copied.entries[0], &kept)
+        );
+
+        book.settle(id, 1, doubt(), SystemTime::now()).unwrap();
+        assert_eq!(book.get(id).unwrap().revision, 2);
+        assert_eq!((listed.remove(0).into_entry().revision, copied.entries[0].revision), (1, 1));
     }
 
     #[test]

@@ -64,12 +64,17 @@ use std::{
 use tokio::time::Instant;
 
 use self::{
+    book::Listed,
     disk::{Disk, FileDisk},
     format::{MOST_ENTRY, Owner, Record, millis},
     writer::{Limits, Shared, Undo, Writer},
 };
-use super::{Entry, EntryId, Ledger, LedgerError, ServerProcess, State, servers_of, this_run};
+use super::{
+    super::conflicts::Keys, Entry, EntryId, Ledger, LedgerError, ServerProcess, State, servers_of, this_run,
+};
 
+/// How many entries are listed at a time: nobody waits for a whole listing.
+const PORTION: usize = 256;
 /// How long the words of a state may be.
 const MOST_WORDS: usize = 1024;
 
@@ -123,6 +128,7 @@ struct Handle {
     shared: Arc<Shared>,
     writer: ThreadId,
     clock: Clock,
+    keys: Keys,
 }
 
 type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
@@ -171,7 +177,7 @@ impl DurableLedgerOptions {
         let thread = thread::Builder::new().name("goaround-ledger".into());
         let thread = thread.spawn(|| writer.run()).map_err(|error| LedgerError::Unavailable(error.into()))?;
         let writer = thread.thread().id();
-        Ok(DurableLedger(Arc::new(Handle { shared, writer, clock: self.clock })))
+        Ok(DurableLedger(Arc::new(Handle { shared, writer, clock: self.clock, keys: Keys::default() })))
     }
 }
 
@@ -212,7 +218,13 @@ impl DurableLedger {
     /// The last 1,000 writes that were settled by somebody's word: forgotten, settled by hand, or not landed by
     /// a fence that was declared. Oldest first, without their arguments.
     pub fn settled_by_hand(&self) -> Vec<Entry> {
-        self.0.shared.lock().book.closed()
+        let closed = self.0.shared.lock().book.closed();
+        closed.into_iter().map(Arc::unwrap_or_clone).collect()
+    }
+
+    /// The conflict keys of calls under way, of all stacks.
+    pub(in super::super) fn keys(&self) -> &Keys {
+        &self.0.keys
     }
 
     fn now(&self) -> SystemTime {
@@ -270,16 +282,23 @@ impl Ledger for DurableLedger {
         let now = self.now();
         let line = Record::Claim { id, revision, at_ms: millis(now) }.line()?;
         let (revision, pending) = self.0.shared.synced(line, |book| {
-            let was = book.get(id)?.clone();
+            book.may_claim(id)?;
+            let was = Arc::clone(book.get(id)?);
             let revision = book.claim(id, revision, now)?;
-            Ok((revision, Undo::Claim(Box::new(was), revision)))
+            Ok((revision, Undo::Claim(was, revision)))
         })?;
         pending.wait().await?;
         Ok(revision)
     }
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        let entries = self.0.shared.lock().book.in_doubt();
+        let mut entries = Vec::new();
+        let mut from = Some(0);
+        while let Some(place) = from {
+            let listed;
+            (listed, from) = self.0.shared.lock().book.in_doubt(place, PORTION);
+            entries.extend(listed.into_iter().map(Listed::into_entry));
+        }
         for server in servers_of(&entries) {
             // It is remembered since when.
             server.is_gone();
@@ -304,7 +323,7 @@ impl Ledger for DurableLedger {
         let owner = Owner(this_run());
         let line = bounded(Record::Server { owner, server: Cow::Borrowed(&server) }.line()?)?;
         let servers = self.0.shared.lock().book.servers(owner);
-        let gone: Vec<_> = servers.into_iter().filter(ServerProcess::is_gone).collect();
+        let gone: Vec<_> = servers.iter().filter(|server| server.is_gone()).cloned().collect();
         let (_, pending) = self.0.shared.synced(line, |book| {
             book.started(owner, server);
             book.prune(owner, &gone);

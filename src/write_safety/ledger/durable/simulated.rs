@@ -179,7 +179,8 @@ fn number(entry: &Entry) -> u64 {
 fn unsettled(bytes: &[u8]) -> BTreeMap<u64, Entry> {
     let format::Contents { mut book, .. } = format::decode(bytes).unwrap();
     book.adopt(Instant::now());
-    book.in_doubt().into_iter().map(|entry| (number(&entry), entry)).collect()
+    let (listed, _) = book.in_doubt(0, usize::MAX);
+    listed.into_iter().map(Listed::into_entry).map(|entry| (number(&entry), entry)).collect()
 }
 
 // ===== what a crash leaves =====

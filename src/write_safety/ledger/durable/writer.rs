@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::{
     super::{Entry, EntryId, LedgerError},
-    book::Book,
+    book::{Book, Copied},
     disk::{Disk, ReplaceError},
     format::{self, MOST_FRAME},
 };
@@ -81,7 +81,7 @@ pub(super) enum Undo {
     /// The write is not handed over.
     Enter(EntryId),
     /// It is not handed over again. The entry as it was, and the claim's revision.
-    Claim(Box<Entry>, u64),
+    Claim(Arc<Entry>, u64),
     /// It stays: the book is right, and the next file will say so.
     Nothing,
 }
@@ -241,8 +241,8 @@ impl Inner {
         waiters
             .map(|(done, undo)| {
                 match undo {
-                    Undo::Enter(id) => drop(self.book.remove(id)),
-                    Undo::Claim(entry, revision) => self.book.restore(revision, *entry),
+                    Undo::Enter(id) => self.book.remove(id),
+                    Undo::Claim(entry, revision) => self.book.restore(revision, entry),
                     Undo::Nothing => {}
                 }
                 done
@@ -274,7 +274,7 @@ pub(super) struct Writer<D> {
 struct Job {
     batch: Vec<Queued>,
     /// The book, if a new file is to be written.
-    book: Option<Book>,
+    book: Option<Copied>,
     sync: bool,
     last: bool,
 }
@@ -284,7 +284,8 @@ impl<D: Disk> Writer<D> {
     /// cache alone since a sync failed; of this one every byte is synced.
     pub(super) fn start(shared: Arc<Shared>, mut disk: D) -> Result<Self, LedgerError> {
         let number = fastrand::u64(..);
-        let file = format::file(number, &shared.lock().book.records())?;
+        let book = shared.lock().book.copy();
+        let file = format::file(number, &book.records())?;
         disk.replace(&file).map_err(|error| LedgerError::Unavailable(error.into_inner().into()))?;
         let length = file.len() as u64;
         let compact_at = compact_at(length, shared.limits);
@@ -344,7 +345,7 @@ impl<D: Disk> Writer<D> {
         inner.repairing = inner.failed.is_some();
         let sync = inner.closing || due() || waiting(&batch) > 0;
         let last = inner.closing && inner.queue.is_empty();
-        Job { batch, book: anew.then(|| inner.book.clone()), sync, last }
+        Job { batch, book: anew.then(|| inner.book.copy()), sync, last }
     }
 
     fn append(&mut self, batch: Vec<Queued>, sync: bool) {
@@ -382,7 +383,7 @@ impl<D: Disk> Writer<D> {
     }
 
     /// Writes a new file of that book, which has what is in the batch.
-    fn rewrite(&mut self, batch: Vec<Queued>, book: &Book) {
+    fn rewrite(&mut self, batch: Vec<Queued>, book: &Copied) {
         let number = fastrand::u64(..);
         let file = match format::file(number, &book.records()) {
             Ok(file) => file,
