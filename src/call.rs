@@ -530,6 +530,12 @@ impl CallContext {
         self.activity = activity;
     }
 
+    /// The marks of the layer further out, which are not this one's.
+    #[inline]
+    pub(crate) fn take_activity(&mut self) -> Option<Arc<Activity>> {
+        self.activity.take()
+    }
+
     /// The context as somebody may see it who is not to send the call: nothing of an attempt is in it.
     pub(crate) fn to_be_seen(&self) -> Self {
         // What a layer stamped for the way down says nothing of what somebody makes of the request.
@@ -625,13 +631,36 @@ struct ActivityState {
     over: bool,
     /// Whether another write-safety layer, further in, reports what becomes of the attempt.
     taken_over: bool,
+    /// Where the write is entered, if it is one that may be replayed.
+    guard: Option<Guard>,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
     replaced: Option<Fence>,
     waker: Option<Waker>,
 }
 
+/// What a write-safety layer that may replay a write says of itself to those further in.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    /// Which ledger it has.
+    pub(crate) ledger: usize,
+    /// The write's conflict key there.
+    pub(crate) key: Option<Arc<str>>,
+}
+
 impl Activity {
+    /// Of an attempt of a write that its layer may replay.
+    pub(crate) fn guarded(guard: Guard) -> Self {
+        Self { state: Mutex::new(ActivityState { guard: Some(guard), ..ActivityState::default() }) }
+    }
+
+    /// Whether the layer that may replay the write enters it in that ledger, and has which key for it there.
+    pub(crate) fn entered_in(&self, ledger: usize) -> Option<Option<Arc<str>>> {
+        let state = self.lock();
+        let guard = state.guard.as_ref().filter(|guard| guard.ledger == ledger)?;
+        Some(guard.key.clone())
+    }
+
     /// Says that the connection marks this attempt. What another connection withdrew before, and handed
     /// back, this one has anew.
     ///

@@ -38,7 +38,8 @@ pub enum Event<'a> {
     Incident(&'a Incident),
     /// A read succeeded on the connection that followed a closure.
     Recovery(&'a Recovery),
-    /// A write that was in doubt has been settled or given up. Emitted once per write.
+    /// A write that was in doubt has been settled or given up. Emitted once per write, when its ledger has
+    /// recorded that; where that takes longer than the call's deadline or 5 seconds, without it.
     InDoubt(&'a DoubtReport),
     /// A write was given up by its caller after it was handed over: its future was dropped, by choice, by a
     /// panic or by a shutdown. Nobody but this event says so. Its outcome is unknown, or what the server had

@@ -2069,3 +2069,260 @@ async fn a_key_in_doubt_turns_writes_of_other_stacks_with_its_ledger_away_while_
             .await;
     }
 }
+
+// ===== Nested layers =====
+
+/// Both may replay; the inner one is used by itself too.
+fn nested(lab: &Lab, outer: Safety, inner: Safety) -> (impl Clone + PlainService, impl Clone + PlainService) {
+    let inner = inner.on_event(lab.events.sink()).layer(lab.connection());
+    (outer.on_event(lab.events.sink()).layer(inner.clone()), inner)
+}
+
+trait PlainService: Service<Req, Response = Res, Error = CallError, Future: Send> + Send + 'static {}
+impl<S> PlainService for S where
+    S: Service<Req, Response = Res, Error = CallError, Future: Send> + Send + 'static
+{
+}
+
+#[tokio::test(start_paused = true)]
+async fn h21_no_replay_of_an_inner_layer_lands_on_a_write_that_an_outer_one_answers_for() {
+    for (key, other, replayed) in
+        [(None, None, false), (Some("a"), Some("a"), false), (Some("a"), Some("b"), true)]
+    {
+        let lab = Lab::new();
+        lab.write(later(SECOND, Err(closed()))).write(answer(2)).write(answer(1));
+        let layer = || match key {
+            None => absent(&lab),
+            Some(_) => by_account(absent(&lab)),
+        };
+        let (outer, inner) = nested(&lab, layer(), layer());
+        let first = tokio::spawn(inner.oneshot(to(key.unwrap_or("any"))));
+        tokio::time::sleep(SECOND / 2).await;
+        assert_eq!(outer.oneshot(to(other.unwrap_or("any"))).await.unwrap(), 2);
+        let first = first.await.unwrap();
+        assert_eq!((first.is_ok(), lab.writes()), (replayed, 2 + usize::from(replayed)), "{first:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_in_doubt_turns_a_write_away_also_where_a_layer_further_out_answers_for_it() {
+    let lab = Lab::new();
+    lab.write(later(SECOND, Err(closed()))).write(answer(3)).write(answer(2));
+    let trusting = WriteSafetyLayer::refuse().trust(goaround::Evidence::TooEarly);
+    let (outer, inner) = nested(&lab, trusting, by_account(WriteSafetyLayer::refuse()));
+    assert_eq!(inner.clone().oneshot(to("a")).await.unwrap_err().outcome(), Outcome::Unknown);
+    let refused = outer.clone().oneshot(to("a")).await.unwrap_err();
+    assert!(matches!(refusal(&refused), Refusal::KeyInDoubt(_)), "{refused}");
+    assert_eq!((refused.outcome(), lab.writes(), lab.events.doubts()), (Outcome::NotDone, 1, 1));
+    assert_eq!(outer.oneshot(to("b")).await.unwrap(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_of_an_outer_layer_is_not_held_up_by_its_own_doubt_in_the_ledger_that_both_have() {
+    let store = |lab: &Lab| Store::new(&lab.log);
+    for shared in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(1));
+        let layer = by_account(absent(&lab));
+        let layer = if shared { layer.ledger(store(&lab)) } else { layer.ledger(MemoryLedger::new()) };
+        let (outer, inner) = nested(&lab, layer.clone(), layer);
+        let first = tokio::spawn(outer.oneshot(to("a")));
+        tokio::time::sleep(SECOND / 2).await;
+        // While it is in doubt there, others are turned away from the inner one.
+        assert!(matches!(refusal(&inner.oneshot(to("a")).await.unwrap_err()), Refusal::KeyInDoubt(_)));
+        assert_eq!((first.await.unwrap().unwrap(), lab.writes(), lab.events.doubts()), (1, 2, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ledger_of_an_inner_layer_that_would_not_have_a_write_is_a_wrong_configuration() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2)).write(answer(3));
+    let ours = || Safety::refuse().trust(goaround::Evidence::TooEarly);
+    let wrong = |error: CallError, what: &str| {
+        assert!(matches!(refusal(&error), Refusal::Config(text) if text.contains(what)), "{error}");
+        assert_eq!(error.outcome(), Outcome::NotDone);
+    };
+    // The outer one has none, or another.
+    let store = Store::new(&lab.log);
+    for outer in [ours(), ours().ledger(MemoryLedger::new())] {
+        let (outer, _) = nested(&lab, outer, Safety::refuse().ledger(store.clone()));
+        wrong(outer.oneshot(to("a")).await.unwrap_err(), "same ledger");
+    }
+    // It has it, and not the key that would block.
+    let inner = by_account(Safety::refuse()).ledger(store.clone());
+    let ledger = inner.layer(lab.connection()).ledger();
+    let (outer, _) = nested(&lab, ours().ledger(ledger.clone()), inner.clone());
+    wrong(outer.oneshot(to("a")).await.unwrap_err(), "conflict_key");
+    assert!(lab.writes() == 0 && store.entries().iter().all(|entry| entry.state.is_closed()));
+    // With both it is entered, once. So it is under a layer that cannot replay, which leaves it to the inner one.
+    let entered = store.entries().len();
+    let (outer, _) = nested(&lab, by_account(ours()).ledger(ledger), inner.clone());
+    assert_eq!(outer.oneshot(to("a")).await.unwrap(), 1);
+    let (outer, _) = nested(&lab, Safety::refuse(), inner);
+    assert_eq!((outer.oneshot(to("a")).await.unwrap(), store.entries().len()), (2, entered + 2));
+    assert_eq!(lab.events.all(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_inner_layer_puts_its_key_into_each_attempt_of_a_write_that_an_outer_one_replays() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(1));
+    let keys = Arc::new(Mutex::new(Vec::new()));
+    let puts = Arc::clone(&keys);
+    let keyed = KeyedWrites::new(move |_: &mut Req, key: &str| {
+        puts.lock().unwrap().push(key.to_owned());
+        true
+    });
+    let (outer, _) = nested(&lab, absent(&lab), Safety::refuse().keyed(keyed.honoured_for(60 * SECOND)));
+    assert_eq!(outer.oneshot(to("a")).await.unwrap(), 1);
+    let keys = keys.lock().unwrap();
+    assert!(keys.len() == 2 && keys[0] == keys[1], "{keys:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nested_layers_that_share_a_ledger_in_memory_block_the_keys_of_both() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).write(answer(3));
+    let ledger = MemoryLedger::new();
+    let outer = Safety::refuse().conflict_key(|_: &Req| Some("tenant 1")).ledger(ledger.clone());
+    let (outer, inner) = nested(&lab, outer, by_account(Safety::refuse()).ledger(ledger.clone()));
+    assert_eq!(outer.clone().oneshot(to("a")).await.unwrap_err().outcome(), Outcome::Unknown);
+    let [entry] = &ledger.in_doubt().await.unwrap()[..] else { panic!() };
+    assert_eq!(entry.key.as_deref(), Some("tenant 1"));
+    for refused in [inner.clone().oneshot(to("a")).await, outer.clone().oneshot(to("b")).await] {
+        assert_eq!(*refusal(&refused.unwrap_err()), Refusal::KeyInDoubt(entry.id));
+    }
+    // Both are free with it.
+    ledger.forget(entry.id, "jane").await.unwrap();
+    assert_eq!(inner.oneshot(to("a")).await.unwrap(), 2);
+    assert_eq!(outer.oneshot(to("a")).await.unwrap(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_dropped_before_anything_of_it_was_sent_blocks_no_key_of_an_outer_layer() {
+    struct Withdraws(Arc<goaround::Activity>);
+    impl Drop for Withdraws {
+        fn drop(&mut self) {
+            self.0.withdrawn();
+        }
+    }
+    // Of an inner layer that has it in its queue, one that waits for its ledger, and one that turned it away.
+    for held_by in ["connection", "ledger", "key"] {
+        let lab = Lab::new();
+        let ledger = MemoryLedger::new();
+        let inner = match held_by {
+            "ledger" => by_account(Safety::refuse()).ledger(Store::new(&lab.log).shut("enter")),
+            _ => by_account(Safety::refuse()),
+        };
+        let outer = by_account(Safety::refuse()).ledger(ledger.clone());
+        let (outer, inner) = nested(&lab, outer, inner);
+        if held_by == "key" {
+            lab.write(fail(closed()));
+            inner.oneshot(to("a")).await.unwrap_err();
+        }
+        lab.write(Box::new(|request: Req| {
+            let activity = request.context().activity().unwrap().clone();
+            assert!(activity.adopt());
+            let queued = Withdraws(activity);
+            Box::pin(async move {
+                let _queued = queued;
+                std::future::pending().await
+            })
+        }));
+        let reports = lab.events.all().len();
+        if held_by == "key" {
+            let mut outer = outer;
+            drop(outer.call(to("a")));
+        } else {
+            let mut call = Box::pin(outer.oneshot(to("a")));
+            assert!(poll_once(&mut call));
+            drop(call);
+        }
+        // Nobody reports it, since nothing was sent; so nothing may be blocked.
+        assert_eq!(
+            (lab.events.all().len(), ledger.in_doubt().await.unwrap()),
+            (reports, vec![]),
+            "{held_by}"
+        );
+    }
+}
+
+// ===== Reports =====
+
+#[tokio::test(start_paused = true)]
+async fn whoever_is_told_of_a_doubt_finds_it_in_the_ledger_if_that_answers_in_time() {
+    for (gate, caller_stays) in
+        [("open", true), ("open", false), ("slow", true), ("shut", true), ("shut", false)]
+    {
+        let lab = Lab::new();
+        lab.write(fail(closed()));
+        let store = Store::new(&lab.log);
+        let store = if gate == "open" { store } else { store.shut("settle") };
+        let (asked, told) = (store.clone(), Arc::new(Mutex::new(Vec::new())));
+        let tells = Arc::clone(&told);
+        let layer = Safety::refuse().ledger(NoHints(store.clone())).on_event(move |event| {
+            if let goaround::Event::InDoubt(_) = event {
+                let found = matches!(asked.entries()[0].state, State::InDoubt { .. });
+                tells.lock().unwrap().push(found);
+            }
+        });
+        let start = tokio::time::Instant::now();
+        let service = DeadlineLayer::new(60 * SECOND).layer(layer.layer(lab.connection()));
+        let call = service.oneshot(to("a").within(3 * SECOND));
+        if gate == "slow" {
+            let store = store.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(SECOND).await;
+                store.gates["settle"].add_permits(100);
+            });
+        }
+        if caller_stays {
+            assert_eq!(call.await.unwrap_err().outcome(), Outcome::Unknown);
+            let most = if gate == "shut" { 3 * SECOND } else { SECOND };
+            assert!(start.elapsed() <= most + ms(1), "{gate}: {:?}", start.elapsed());
+        } else {
+            let mut call = Box::pin(call);
+            let _ = poll_once(&mut call);
+            drop(call);
+        }
+        // Once in any case.
+        assert_eq!(*told.lock().unwrap(), [gate != "shut"], "{gate} {caller_stays}");
+    }
+}
+
+#[cfg(feature = "ledger-durable")]
+#[tokio::test]
+async fn whoever_is_told_of_a_doubt_finds_it_in_the_durable_ledger() {
+    let directory = tempfile::tempdir().unwrap();
+    let ledger =
+        goaround::write_safety::ledger::DurableLedger::open(directory.path().join("ledger")).unwrap();
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let (asked, told) = (ledger.clone(), Arc::new(Mutex::new(Vec::new())));
+    let tells = Arc::clone(&told);
+    let layer = Safety::refuse().ledger(ledger).on_event(move |event| {
+        if let goaround::Event::InDoubt(_) = event {
+            let listed = Box::pin(asked.in_doubt()).as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            let std::task::Poll::Ready(Ok(entries)) = listed else { panic!("it waits") };
+            tells.lock().unwrap().push(entries.len());
+        }
+    });
+    layer.layer(lab.connection()).oneshot(to("a")).await.unwrap_err();
+    assert_eq!(*told.lock().unwrap(), [1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_that_is_put_by_making_the_request_anew_loses_no_report_and_no_time() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let keyed = KeyedWrites::new(|request: &mut Req, _: &str| {
+        *request = Tagged::new("with key", Effect::Write).named("pay");
+        true
+    });
+    let mut write = to("a").within(SECOND);
+    let id = write.context_mut().assign_id();
+    let error = service(&lab, Safety::refuse().keyed(keyed)).oneshot(write).await.unwrap_err();
+    assert_eq!((error.outcome(), error.call()), (Outcome::Unknown, Some(id)));
+    assert_eq!(lab.events.doubts(), 1, "{:?}", lab.events.all());
+}

@@ -1,12 +1,13 @@
 //! One write's entry in the ledger, from before its first byte to its end.
 
 use std::{
-    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
+
+use tokio::time::Instant;
 
 use super::{
     FirstSent, Shared,
@@ -14,10 +15,10 @@ use super::{
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
 use crate::{
-    Attempt, Basis, CallError, CallId, Effect, Outcome,
+    Basis, CallError, Effect,
     connection::BoxFuture,
     deadline::Until,
-    event::{CallReport, Event, Events},
+    event::{CallReport, DoubtReport, Event, Events},
 };
 
 /// How long the caller's answer waits until its ledger has recorded it, at most.
@@ -200,17 +201,21 @@ impl Account {
     }
 
     /// Keeps the result until that step is recorded.
+    #[expect(clippy::too_many_arguments, reason = "they go on from here to where they stay")]
     pub(super) fn closing<Res>(
         &self,
         step: BoxFuture<Result<u64, LedgerError>>,
         state: State,
         result: Result<Res, CallError>,
+        news: News,
         method: String,
         hold: Option<Box<Hold>>,
         until: Until,
     ) -> Closing<Res> {
+        // Nor is the report kept back for longer.
+        let patience = until.left(Instant::now()).map_or(PATIENCE, |left| left.min(PATIENCE));
         let step = Box::pin(async move {
-            let recorded = tokio::time::timeout(PATIENCE, step).await;
+            let recorded = tokio::time::timeout(patience, step).await;
             let recorded = matches!(recorded, Ok(Ok(_) | Err(LedgerError::Conflict(_))));
             if !recorded {
                 tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
@@ -219,6 +224,7 @@ impl Account {
         });
         Closing {
             result: Some(result),
+            news: Some(news),
             step,
             ledger: self.recorded.as_ref().map(|recorded| Arc::clone(&recorded.ledger)),
             id: self.id,
@@ -227,7 +233,6 @@ impl Account {
             state: Some(state),
             until,
             hold,
-            untold: None,
         }
     }
 }
@@ -236,6 +241,8 @@ impl Account {
 /// case.
 pub(super) struct Closing<Res> {
     result: Option<Result<Res, CallError>>,
+    /// Until it is told, which is when the ledger has it: whoever is told of a doubt finds it there.
+    news: Option<News>,
     /// Says whether it is recorded.
     step: BoxFuture<bool>,
     ledger: Option<Arc<dyn DynLedger>>,
@@ -247,51 +254,61 @@ pub(super) struct Closing<Res> {
     until: Until,
     /// Its key is free only then.
     hold: Option<Box<Hold>>,
-    /// Of a write that may have landed and that was not reported.
-    untold: Option<Untold>,
-}
-
-/// What is reported of a write whose end its caller is not told.
-pub(super) struct Untold {
-    pub(super) call: CallId,
-    pub(super) effect: Effect,
-    pub(super) basis: Basis,
-    pub(super) attempts: Vec<Attempt>,
-    pub(super) generation: Option<u64>,
-    pub(super) events: Events,
-}
-
-impl Untold {
-    fn report<Res>(self, method: String, result: &Result<Res, CallError>) {
-        let Self { call, effect, basis, mut attempts, generation, events } = self;
-        if result.is_ok() {
-            attempts.push(Attempt::answered(generation));
-        }
-        events.emit(Event::Abandoned(&CallReport {
-            call: Some(call),
-            method,
-            effect,
-            basis,
-            attempts,
-            outcome: Some(result.as_ref().err().map_or(Outcome::Answered, CallError::outcome)),
-            notes: vec!["abandoned while its end was recorded".to_owned()],
-        }));
-    }
 }
 
 impl<Res> Closing<Res> {
-    /// What is reported should its caller go away.
-    pub(super) fn is_untold(&mut self, untold: Option<Untold>) {
-        self.untold = untold;
-    }
-
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
         match self.step.as_mut().poll(cx) {
             Poll::Ready(true) => self.state = None,
             Poll::Pending if !self.until.is_over() => return Poll::Pending,
-            _ => {}
+            _ => self.leave(),
         }
+        self.tell();
         self.result.take().map_or(Poll::Pending, Poll::Ready)
+    }
+
+    /// The ledger has not recorded it, and is not waited for any more.
+    fn leave(&mut self) {
+        let Some(state) = self.state.take() else { return };
+        if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
+            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
+        }
+        if let Some(ledger) = &self.ledger {
+            hint(&**ledger, self.id, state);
+        }
+    }
+
+    fn tell(&mut self) {
+        if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
+            news.tell(result);
+        }
+    }
+}
+
+/// What is to be said of a call's end.
+pub(super) struct News {
+    pub(super) events: Events,
+    pub(super) doubt: Option<DoubtReport>,
+    /// Of a call that succeeded.
+    pub(super) success: Option<CallReport>,
+    /// Who judged the call, where this layer reports its failure.
+    pub(super) failure: Option<Basis>,
+    /// What is said besides where the caller goes away before it is told: of a write that may have landed, of which
+    /// nobody would know.
+    pub(super) abandoned: Option<CallReport>,
+}
+
+impl News {
+    pub(super) fn tell<Res>(self, result: &Result<Res, CallError>) {
+        if let Some(doubt) = &self.doubt {
+            self.events.emit(Event::InDoubt(doubt));
+        }
+        if let Some(success) = &self.success {
+            self.events.emit(Event::Call(success));
+        }
+        if let (Err(error), Some(basis)) = (result, self.failure) {
+            self.events.failed(basis, error);
+        }
     }
 }
 
@@ -308,19 +325,12 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
-        if let Some(state) = self.state.take() {
-            if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-                hold.leave(self.method.clone(), self.revision, false, state.clone());
+        self.leave();
+        if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
+            if let Some(report) = news.abandoned.as_ref().filter(|_| !off!(DropGuard)) {
+                news.events.emit(Event::Abandoned(report));
             }
-            if let Some(ledger) = &self.ledger {
-                hint(&**ledger, self.id, state);
-            }
-        }
-        // Last, so that whoever is told finds it in the ledger.
-        if let (Some(result), Some(untold)) = (&self.result, self.untold.take())
-            && !off!(DropGuard)
-        {
-            untold.report(mem::take(&mut self.method), result);
+            news.tell(result);
         }
     }
 }

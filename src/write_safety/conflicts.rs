@@ -75,6 +75,11 @@ impl Key {
 }
 
 impl Keys {
+    /// Tells one ledger from another, as long as both are there.
+    pub(super) fn number(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,6 +102,20 @@ impl Conflicts {
         let left = state.left;
         drop(keys);
         Ok(Hold { of: Arc::clone(self), id, key, left, writes: 0, keyless: 0 })
+    }
+
+    /// An attempt of a write passes that another layer, further out, answers for. It is turned away as any other
+    /// would be, and counts as handed over.
+    pub(super) fn pass(&self, key: &str, id: EntryId) -> Result<(), (EntryId, String)> {
+        // Of a key that no call has there is nobody to ask, and nobody who asks.
+        if let Some(state) = self.lock().get_mut(key) {
+            if let Some(doubt) = state.other_doubt(id) {
+                return Err(doubt.clone());
+            }
+            state.hand_over(id);
+        }
+        self.all.fetch_add(1, Ordering::AcqRel);
+        Ok(())
     }
 
     /// The ledger has recorded that doubt, or somebody else has settled it.

@@ -22,16 +22,18 @@ use tower::Service;
 
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
-    account::{Closing, Untold},
+    account::{Closing, News},
     fence::{Fence, FenceBasis},
+    guard,
     ledger::{LedgerError, State},
     refused,
     settle::{self, Unwinding, settle},
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
-    Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule, Scope, Settled,
-    call::{Trail, replica},
+    Activity, Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule,
+    Scope, Settled,
+    call::{Guard, Trail, replica},
     connection::BoxFuture,
     deadline::{Until, later},
     event::{CallReport, DoubtReport, Event, Events},
@@ -98,6 +100,8 @@ pub(super) struct Parts<S, Req, Res> {
     pub(super) account: Account,
     pub(super) events: Events,
     pub(super) outermost: bool,
+    /// The marks of a layer further out that leaves the report to this one.
+    pub(super) above: Option<Arc<Activity>>,
 }
 
 struct WriteCall<S, Req, Res> {
@@ -780,11 +784,14 @@ where
         match errand {
             // What the ledger took is not the attempt's time.
             Errand::First | Errand::Again => {
+                let guard = self.guard();
                 let (now, until) = (Instant::now(), &self.parts.until);
                 self.parts.current = match until.left(now) {
                     // Too little is left to divide it once more.
-                    Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None),
-                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, until.deadline, now),
+                    Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None, guard),
+                    _ => {
+                        Attempted::prepare(&self.parts.lane.config, &mut request, until.deadline, now, guard)
+                    }
                 };
                 self.count_hand_over();
             }
@@ -816,7 +823,8 @@ where
                     (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
                 }
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
-                self.parts.current = Attempted::bounded(&mut request, end.filter(|_| !off!(WindowWait)));
+                let end = end.filter(|_| !off!(WindowWait));
+                self.parts.current = Attempted::bounded(&mut request, end, self.guard());
             }
         }
         // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
@@ -1154,47 +1162,52 @@ where
         // First the ledger: whoever is told of the doubt finds it there.
         let state = self.state(&result, reason.as_deref());
         let step = self.enter_end(&state);
-        if doubtful && !self.parts.current.activity.is_taken_over() {
-            let attempts = match &result {
-                Ok(_) => self.attempts.clone(),
-                Err(error) => error.attempts().to_vec(),
-            };
-            self.parts.events.emit(Event::InDoubt(&DoubtReport {
-                call: self.parts.call,
-                method: self.parts.name.clone().into_owned(),
-                effect: self.parts.effect,
-                basis: self.parts.basis,
-                attempts,
-                verdict: self.doubt.as_ref().and_then(|doubt| doubt.verdict),
-                reason,
-                fence: self.doubt.as_ref().and_then(|doubt| doubt.fence.clone()),
-                replayed: self.replay.is_some(),
-                outcome,
-            }));
-        }
+        let told = doubtful && !self.parts.current.activity.is_taken_over();
+        let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
         // What a caller that goes away before it is recorded would be the only one to know.
         let reported = self.parts.outermost && result.as_ref().is_err_and(|error| error.attempts().len() > 1);
         let untold = !doubtful && !reported && outcome != Some(Outcome::NotDone) && self.attempts.len() < 2;
-        match &result {
-            Ok(_) if self.attempts.len() > 1 => {
-                let attempts = mem::take(&mut self.attempts);
-                self.parts.events.emit(Event::Call(&self.call_report(attempts, None)));
-            }
-            Err(error) if self.parts.outermost => {
-                self.parts.events.failed(self.parts.basis, error);
-            }
-            Ok(_) | Err(_) => {}
-        }
+        let abandoned = (untold && step.is_some()).then(|| self.untold(&result));
+        let success = (result.is_ok() && self.attempts.len() > 1).then(|| {
+            let attempts = mem::take(&mut self.attempts);
+            self.call_report(attempts, None)
+        });
+        let failure = Some(self.parts.basis).filter(|_| self.parts.outermost);
+        let news = News { events: self.parts.events.share(), doubt, success, failure, abandoned };
         match step {
-            None => Ok(result),
+            None => {
+                news.tell(&result);
+                Ok(result)
+            }
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
                 let method = self.parts.name.clone().into_owned();
-                let untold = untold.then(|| self.untold(&result));
-                let mut closing = self.parts.account.closing(step, state, result, method, hold, until);
-                closing.is_untold(untold);
-                Err(Box::new(closing))
+                Err(Box::new(self.parts.account.closing(step, state, result, news, method, hold, until)))
             }
+        }
+    }
+
+    fn doubt_report(
+        &self,
+        result: &Result<S::Response, CallError>,
+        reason: Option<String>,
+        outcome: Option<Outcome>,
+    ) -> DoubtReport {
+        let attempts = match result {
+            Ok(_) => self.attempts.clone(),
+            Err(error) => error.attempts().to_vec(),
+        };
+        DoubtReport {
+            call: self.parts.call,
+            method: self.parts.name.clone().into_owned(),
+            effect: self.parts.effect,
+            basis: self.parts.basis,
+            attempts,
+            verdict: self.doubt.as_ref().and_then(|doubt| doubt.verdict),
+            reason,
+            fence: self.doubt.as_ref().and_then(|doubt| doubt.fence.clone()),
+            replayed: self.replay.is_some(),
+            outcome,
         }
     }
 }
@@ -1243,6 +1256,11 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             }
             None => {}
         }
+    }
+
+    fn guard(&self) -> Option<Guard> {
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        guard(config, shared, self.parts.hold.as_deref())
     }
 
     /// The attempt that a replay was to follow is one of those that have ended.
@@ -1307,15 +1325,18 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         account.close(state, memory, name, *effect, hold.as_deref())
     }
 
-    fn untold(&mut self, result: &Result<Res, CallError>) -> Untold {
-        let Parts { call, effect, basis, current, events, .. } = &self.parts;
-        let attempts = match result {
-            Ok(_) => mem::take(&mut self.attempts),
-            Err(error) => error.attempts().to_vec(),
+    /// The report of a write whose end its caller is not told.
+    fn untold(&self, result: &Result<Res, CallError>) -> CallReport {
+        let (mut attempts, outcome) = match result {
+            Ok(_) => (self.attempts.clone(), Outcome::Answered),
+            Err(error) => (error.attempts().to_vec(), error.outcome()),
         };
-        let generation = current.activity.generation_number();
-        let (call, effect, basis) = (*call, *effect, *basis);
-        Untold { call, effect, basis, attempts, generation, events: events.clone() }
+        if result.is_ok() {
+            attempts.push(Attempt::answered(self.parts.current.activity.generation_number()));
+        }
+        let mut report = self.call_report(attempts, Some(outcome));
+        report.notes.push("abandoned while its end was recorded".to_owned());
+        report
     }
 
     fn call_report(&self, attempts: Vec<Attempt>, outcome: Option<Outcome>) -> CallReport {
@@ -1349,6 +1370,10 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
         };
+        if let Some(outer) = self.parts.above.as_ref().filter(|_| !in_doubt) {
+            // That layer cannot see it, and its key would stay blocked with nobody told.
+            outer.withdrawn();
+        }
         self.parts.account.interrupt();
         let _ = self.enter_end(&state);
         if in_doubt && !self.parts.current.activity.is_taken_over() {

@@ -19,7 +19,21 @@
 //!
 //! A write is replayed once in all, also where such layers are nested: the outermost that may replay has it,
 //! those further in pass it through, and one further out that [refuses](WriteSafetyLayer::refuse) replays
-//! leaves the report to it. A write whose future is dropped after it was handed over is reported as
+//! leaves the report to it. Of a write that passes, a layer further in
+//!
+//! - counts each attempt as handed over, so that none of its own replays lands on top of it, and turns it away where
+//!   its [conflict key](WriteSafetyLayer::conflict_key) is in doubt;
+//! - puts its [idempotency key](WriteSafetyLayer::keyed), the same into each attempt;
+//! - checks, replays, times out and reports nothing, does not read [answers to its key](KeyedWrites::answers), and
+//!   enters it in no ledger. So what ends in doubt blocks the keys of the outer layer alone. If one was
+//!   [given](WriteSafetyLayer::ledger) to it, that must be the outer layer's, and its conflict key there the same, else
+//!   the write is [refused](crate::Refusal::Config): take the ledger from the inner [`Stack`](crate::Stack::ledger).
+//!
+//! Replays of an outer layer land on writes that are made past it, directly on a service further in. One that leaves the
+//! report to another shares no ledger with it but a [`MemoryLedger`](ledger::MemoryLedger): any other has its entry
+//! already and refuses the second one.
+//!
+//! A write whose future is dropped after it was handed over is reported as
 //! [`Event::Abandoned`](crate::Event::Abandoned).
 
 mod account;
@@ -62,7 +76,7 @@ pub use self::{
 };
 use crate::{
     Activity, Basis, Call, CallError, CallId, Deadline, Effect, Evidence, Refusal,
-    call::{CallIds, effect_of, replica},
+    call::{CallIds, Guard, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
 };
@@ -308,16 +322,84 @@ where
             let error = CallError::refused(Refusal::Config(what)).of_request(&request, effect);
             return ResponseFuture::refused(error);
         }
-        if !effect.is_write() || context.is_guarded() {
+        if !effect.is_write() {
             let reporter = outermost.then(|| self.events.share());
             return ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
         }
 
-        if let Some(outer) = context.activity() {
+        if context.is_guarded() {
+            return self.pass_on(request, call, effect, basis, outermost);
+        }
+        let above = context.take_activity();
+        if let Some(outer) = &above {
             outer.take_over();
         }
         context.set_guarded(self.config.may_replay());
-        self.begin(request, call, effect, basis, outermost, now)
+        self.begin(request, call, effect, basis, outermost, above, now)
+    }
+
+    /// Hands a write over for which a layer further out answers.
+    #[cold]
+    fn pass_on(
+        &mut self,
+        mut request: Req,
+        call: CallId,
+        effect: Effect,
+        basis: Basis,
+        outermost: bool,
+    ) -> ResponseFuture<S, Req> {
+        if let Err(refused) = self.let_pass(&mut request, EntryId::of(call)) {
+            if let Some(outer) = request.context().activity() {
+                outer.withdrawn();
+            }
+            return ResponseFuture::refused(refused.of_request(&request, effect).with_attempt(None));
+        }
+        let reporter = outermost.then(|| self.events.share());
+        ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect)
+    }
+
+    /// What this layer does with each attempt of a write that another one may replay. It keeps no entry of it: of its
+    /// end nobody would tell.
+    fn let_pass(&self, request: &mut Req, id: EntryId) -> Result<(), CallError> {
+        let wrong = |what| CallError::refused(Refusal::Config(what));
+        let (config, ledger) = (&self.config, &self.shared.ledger);
+        let entered = request.context().activity().and_then(|outer| outer.entered_in(ledger.keys().number()));
+        if config.ledger.is_some() && entered.is_none() {
+            return Err(wrong(
+                "WriteSafetyLayer: a layer further out may replay this write, so that the ledger of this one would \
+                 not have it; give that one the same ledger, or this one none",
+            ));
+        }
+        self.put_key(request, id);
+        let Some(key) = config.conflict_key.as_ref().and_then(|key| key(request)) else {
+            if config.may_replay() && !config.independent_writes {
+                self.shared.conflicts.hand_over();
+            }
+            return Ok(());
+        };
+        match ledger.memory().filter(|_| !off!(KeyInDoubt)) {
+            Some(memory) => memory.admit(&key).map_err(refused)?,
+            // It cannot be asked at once, and was asked for the other layer's key.
+            None if ledger.memory().is_none() && entered.flatten().as_deref() != Some(&*key) => {
+                return Err(wrong(
+                    "WriteSafetyLayer: a layer further out may replay this write, and has the same ledger and another \
+                     conflict_key; give both the same",
+                ));
+            }
+            None => {}
+        }
+        let passed = self.shared.conflicts.pass(&key, id);
+        passed.map_err(|(id, method)| refused(LedgerError::KeyInDoubt { id, method }))
+    }
+
+    /// Puts an idempotency key into the write, if it shall have one. What travels with the call stays as it is, also
+    /// where the request is made anew.
+    fn put_key(&self, request: &mut Req, id: EntryId) -> bool {
+        let Some(keyed) = &self.config.keyed else { return false };
+        let context = request.context().for_attempt();
+        let put = (keyed.put)(request, &id.to_string());
+        *request.context_mut() = context;
+        put
     }
 
     /// Hands a write over, or enters it in a ledger that has to be waited for.
@@ -325,6 +407,7 @@ where
     /// Inlined, and its parts are put together where they go to: each move of them costs as much as reading a
     /// clock.
     #[inline(always)]
+    #[expect(clippy::too_many_arguments, reason = "they go on from here to where they stay")]
     fn begin(
         &mut self,
         mut request: Req,
@@ -332,18 +415,21 @@ where
         effect: Effect,
         basis: Basis,
         outermost: bool,
+        above: Option<Arc<Activity>>,
         now: Option<Instant>,
     ) -> ResponseFuture<S, Req> {
         let id = EntryId::of(call);
-        let keyed = match &self.config.keyed {
-            Some(keyed) => (keyed.put)(&mut request, &id.to_string()),
-            None => false,
-        };
+        let keyed = self.put_key(&mut request, id);
         let key = self.config.conflict_key.as_ref().and_then(|key| key(&request));
         let hold = match key {
             Some(key) => match self.admit(&request, effect, id, key) {
                 Ok(hold) => Some(hold),
-                Err(error) => return ResponseFuture::refused(error),
+                Err(error) => {
+                    if let Some(outer) = above {
+                        outer.withdrawn();
+                    }
+                    return ResponseFuture::refused(error);
+                }
             },
             None => None,
         };
@@ -364,7 +450,8 @@ where
         // A check may say how long the server keeps a key of the caller's own.
         let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
-        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at);
+        let guard = guard(&self.config, &self.shared, hold.as_deref());
+        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
         let account = Account::new(id, arguments, first_sent, &self.shared);
         let kept = if self.config.may_need_request() { replica(&request) } else { None };
         let name = request.name();
@@ -382,6 +469,7 @@ where
             account,
             events,
             outermost,
+            above,
         };
         if self.shared.ledger.memory().is_some() {
             return ResponseFuture::write(parts, |_| self.inner.call(request));
@@ -402,6 +490,13 @@ where
         }
         Ok(Box::new(hold))
     }
+}
+
+/// What the layers further in are told of this one.
+fn guard<Req, Res>(config: &Config<Req, Res>, shared: &Shared, hold: Option<&Hold>) -> Option<Guard> {
+    let guard =
+        || Guard { ledger: shared.ledger.keys().number(), key: hold.map(|hold| Arc::clone(hold.key())) };
+    config.may_replay().then(guard)
 }
 
 /// The refusal of a write that cannot be entered.
@@ -431,18 +526,19 @@ impl Attempted {
         request: &mut Req,
         deadline: Deadline,
         now: Instant,
+        guard: Option<Guard>,
     ) -> Self {
         let until = match (config.attempt_timeout, config.may_settle(), deadline.instant()) {
             (Some(timeout), _, _) => now.checked_add(timeout),
             (None, true, Some(at)) => now.checked_add(at.saturating_duration_since(now) / 2),
             (None, _, _) => None,
         };
-        Self::bounded(request, until.filter(|until| !deadline.is_past(*until)))
+        Self::bounded(request, until.filter(|until| !deadline.is_past(*until)), guard)
     }
 
     /// Gives the request until then, or until the deadline.
-    fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>) -> Self {
-        let activity = Arc::<Activity>::default();
+    fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Option<Guard>) -> Self {
+        let activity = Arc::new(guard.map_or_else(Activity::default, Activity::guarded));
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
