@@ -264,8 +264,13 @@ impl Serialize for CallId {
 
 /// What travels down by value with a request: who it is, how long it may take, what it may do.
 ///
+/// # Clones
+///
 /// A clone of a context is that of a new call: it keeps deadline (also an idle limit, which is its own) and effect,
-/// and neither the id nor what the layers noted.
+/// and neither the id nor what the layers noted. A service between the layers that sends a request on as a new call
+/// gets errors that are [not about the call](crate::CallError#errors-of-other-calls) that it was given, so that nothing
+/// they say of what was sent counts. One that makes another request of the one it has, for the same call, moves the
+/// context into it, by `mem::take` of [`context_mut`](Call::context_mut).
 // In this order: what is zero in a new one is together, and no padding between it. Left to itself the compiler puts
 // the padding of an instant next to it and copies both at once, for which the processor has to wait.
 #[derive(Debug, Default)]

@@ -55,6 +55,27 @@ pub enum Outcome {
 /// A service that is not of this crate makes its errors known by tower's `map_err` and one of the
 /// constructors; what none of them classified is [`CallError::ambiguous`].
 ///
+/// # Errors of other calls
+///
+/// An error is about one [call](CallError::call). A service between or below the layers may make other calls, for a
+/// receipt or a permit, and pass their errors on by `?`: that a permit was not asked for does not say that the write
+/// was not sent. A layer that gets an error about another call than its own takes it for one of a foreign service:
+/// ambiguous, with scope `Call`, and this call's effect (but never safe to repeat if the other may have landed). Its
+/// outcome, attempts, closure and `retry_after` play no part; the error itself is the [source](StdError::source), to be
+/// had by [`get_ref::<CallError>`](CallError::get_ref) or [`downcast`](CallError::downcast). A service that knows
+/// better makes an error of its own.
+///
+/// - What belongs to a call is told by its [context](crate::CallContext), which a [clone](crate::CallContext#clones)
+///   does not inherit: of a request that was sent on as a new call, an error is about another call. A service that
+///   makes a request anew moves the context into it.
+/// - An error that names no call is the word of the service that returns it: one of the constructors' here, and one of
+///   this crate's connections where no layer is around them. Who calls such a connection for something else says
+///   himself what its failure means.
+/// - That a layer was not ready (an error of its `poll_ready`) says nothing of a call if it comes up as a call's end:
+///   by then nobody knows for whom it was asked.
+///
+/// # Example
+///
 /// ```
 /// use goaround::{CallError, Outcome};
 ///
@@ -67,6 +88,8 @@ pub struct CallError(Box<Inner>);
 
 struct Inner {
     call: Option<CallId>,
+    /// Whether it says that a service was not ready, and of no call in particular.
+    of_readiness: bool,
     cause: Cause,
     scope: Scope,
     /// `None`: by the cause's evidence and the effect.
@@ -280,7 +303,7 @@ impl CallError {
     /// Which call this is the end of, as its [events](crate::Event) and its entry in the
     /// [ledger](crate::write_safety::ledger::EntryId::call) name it; not in the text. The outermost layer of this
     /// crate that the call passed names it, unless the caller has ([`CallContext::assign_id`]). `None` where neither
-    /// did: a connection without layers, a stack that was shut down before.
+    /// did: a connection without layers, a service that was not ready.
     ///
     /// [`CallContext::assign_id`]: crate::CallContext::assign_id
     pub fn call(&self) -> Option<CallId> {
@@ -371,6 +394,7 @@ impl CallError {
     pub(crate) fn new(cause: Cause, scope: Scope, delivery: Option<Delivery>) -> Self {
         Self(Box::new(Inner {
             call: None,
+            of_readiness: false,
             cause,
             scope,
             delivery,
@@ -439,6 +463,14 @@ impl CallError {
         }
     }
 
+    /// The same, for whoever asks whether a layer is ready. The layer knows of no call then, so that a service which
+    /// returns this as the end of a call may have asked for another call's sake.
+    pub(crate) fn unready(error: CallError) -> Self {
+        let mut own = Self::not_ready(error);
+        own.0.of_readiness = true;
+        own
+    }
+
     pub(crate) fn server(error: ServerError) -> Self {
         Self::new(Cause::Answered(error), Scope::Call, Some(Delivery::Answered))
     }
@@ -485,6 +517,7 @@ impl CallError {
     fn facts(&self) -> Self {
         let mut facts = Self::new(self.0.cause.clone(), self.0.scope, self.0.delivery);
         facts.0.call = self.0.call;
+        facts.0.of_readiness = self.0.of_readiness;
         facts.0.effect = self.0.effect;
         facts.0.basis = self.0.basis;
         facts.0.method = self.0.method.clone();
@@ -513,13 +546,47 @@ impl CallError {
         }
     }
 
-    /// Says which call it is: for the layers, of which the outermost has the last word. A service below them may
-    /// have made other calls of its own.
+    /// Takes the request that was handed back, if it is that call's.
+    pub(crate) fn take_request_of<R: Call + 'static>(&mut self, call: Option<CallId>) -> Option<R> {
+        self.take_request::<R>().filter(|request| request.context().id() == call)
+    }
+
+    /// Says which call it is, of an error that is this crate's own word about it. What comes up from a service is
+    /// [`of_attempt`](CallError::of_attempt).
     pub(crate) fn with_id(mut self, call: Option<CallId>) -> Self {
         if call.is_some() {
             self.0.call = call;
         }
         self
+    }
+
+    /// What a service's error says of the call that the service was given: the one place where a layer finds out
+    /// whether it is about that call at all. An error that names no call is the service's own word; one that a layer
+    /// further down has named is taken as it is if that was this call, and as a foreign service's if it was another.
+    #[cold]
+    pub(crate) fn of_attempt(mut self, call: Option<CallId>, method: &str, effect: Effect) -> Self {
+        let of_another = match (self.0.call, call) {
+            (Some(named), Some(call)) => named != call,
+            (None, _) => self.0.of_readiness,
+            (Some(_), None) => false,
+        };
+        if of_another {
+            self = self.of_another(effect);
+        } else if self.0.call.is_none() && effect.is_write() {
+            // A connection without layers, which went by what its own request says.
+            self.0.effect = self.0.effect.filter(|effect| effect.is_write());
+        }
+        self.with_id(call).of_call(method, effect)
+    }
+
+    /// What another call's error says of this one: that its service failed. Nothing else of it is said of this call,
+    /// neither what was sent, refused, answered or done, nor what connection or process is gone.
+    fn of_another(self, effect: Effect) -> Self {
+        let mut own = Self::ambiguous(self);
+        // A read on whose behalf something may have been written is not one that is safe to repeat.
+        let has_written = |own: &Self| own.get_ref::<Self>().is_some_and(Self::may_have_landed);
+        own.0.effect = Some(if !effect.is_write() && has_written(&own) { Effect::Write } else { effect });
+        own
     }
 
     /// Says which call it is, and what that is.

@@ -296,24 +296,32 @@ pub(crate) fn enter(context: &mut CallContext, ids: &mut CallIds, events: &Event
     true
 }
 
-/// What the outermost layer keeps of a call that it gives away, to name and report its failure.
+/// What a layer keeps of a call that it gives away, to name its failure and, if it is the outermost, report it.
 #[derive(Debug)]
 pub(crate) struct Report {
     call: Option<CallId>,
     basis: Basis,
+    outermost: bool,
     events: Events,
 }
 
 impl Report {
     #[inline]
-    pub(crate) fn of(context: &CallContext) -> Self {
-        Self { call: context.id(), basis: context.basis(), events: context.events.share() }
+    pub(crate) fn of(context: &CallContext, outermost: bool) -> Self {
+        let events = if outermost { context.events.share() } else { Events::default() };
+        Self { call: context.id(), basis: context.basis(), outermost, events }
     }
 
-    /// Names the call in its error, and reports it.
+    /// What its attempt's error says of the call.
+    pub(crate) fn ended(&self, error: CallError, method: &str, effect: Effect) -> CallError {
+        error.of_attempt(self.call, method, effect)
+    }
+
+    /// Reports the failure where that is due.
     pub(crate) fn failed(&self, error: CallError) -> CallError {
-        let error = error.with_id(self.call);
-        self.events.failed(self.basis, &error);
+        if self.outermost {
+            self.events.failed(self.basis, &error);
+        }
         error
     }
 }

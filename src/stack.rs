@@ -272,7 +272,7 @@ where
         };
         // The lane was taken before the flag is read: as with the seat below.
         if lane.shared.closing.load(Ordering::Acquire) {
-            return ResponseFuture::shut_down(retry.inner_mut(), &request, effect);
+            return ResponseFuture::shut_down(retry.inner_mut(), request, effect);
         }
         let context = request.context_mut();
         if context.effect().is_none() {
@@ -294,7 +294,7 @@ where
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
     if seat.shared.closing.load(Ordering::Acquire) {
-        return ResponseFuture::shut_down(retry.inner_mut(), &request, effect);
+        return ResponseFuture::shut_down(retry.inner_mut(), request, effect);
     }
     request.context_mut().set_judged(judged);
     // The layers are one after the other here, so that one reading of the clock serves them all.
@@ -440,9 +440,11 @@ where
     }
 
     #[cold]
-    fn shut_down(reconnect: &mut Reconnect<M>, request: &Req, effect: Effect) -> Self {
+    fn shut_down(reconnect: &mut Reconnect<M>, mut request: Req, effect: Effect) -> Self {
+        // No layer has named it, and whoever gets the error must be able to tell whose it is.
+        request.context_mut().assign_id();
         let error = CallError::refused(Refusal::Shutdown);
-        Self::refused(reconnect, error.of_request(request, effect).with_attempt(None))
+        Self::refused(reconnect, error.of_request(&request, effect).with_attempt(None))
     }
 
     /// The call has ended: a shutdown that waits for that looks again.

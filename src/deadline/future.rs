@@ -20,7 +20,7 @@ pub struct ResponseFuture<F> {
     timer: Option<Pin<Box<Sleep>>>,
     until: Until,
     effect: Effect,
-    /// Kept by the outermost layer of the call.
+    /// `None` of a call that was not handed over.
     report: Option<Report>,
 }
 
@@ -56,7 +56,11 @@ impl<F> ResponseFuture<F> {
         // What is pending is given up now, not when somebody gets round to dropping this future.
         this.state.set(State::Done);
         *this.timer = None;
-        let mut error = error.of_call("", *this.effect).with_attempt(None);
+        let error = match this.report {
+            Some(report) => report.ended(error, "", *this.effect),
+            None => error.of_call("", *this.effect),
+        };
+        let mut error = error.with_attempt(None);
         if matches!(error.cause(), Cause::Deadline)
             && let Some(note) = this.until.why_so_early()
             && !error.notes().any(|known| known == note)

@@ -224,7 +224,7 @@ where
 
     #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
-        self.inner.poll_ready(cx).map_err(CallError::not_ready)
+        self.inner.poll_ready(cx).map_err(CallError::unready)
     }
 
     #[inline]
@@ -247,11 +247,12 @@ impl<S> DeadlineService<S> {
         let effect = effect_of(&request);
         let context = request.context_mut();
         let (inner, mut door) = self.parts();
-        let report = door.enter(context).then(|| Report::of(context));
+        let outermost = door.enter(context);
+        let report = Report::of(context, outermost);
         match door.settle(context) {
             Ok(now) => {
                 let until = context.until();
-                ResponseFuture::new(call(inner, request, now), until, effect, report)
+                ResponseFuture::new(call(inner, request, now), until, effect, Some(report))
             }
             Err(error) => ResponseFuture::past(error.of_request(&request, effect), effect),
         }

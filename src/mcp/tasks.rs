@@ -664,8 +664,9 @@ impl Unseen {
         match self {
             Unseen::Failed(error) => error,
             unseen => {
-                let error = CallError::answered(unseen.source(task));
-                error.of_call(GET, Effect::ReadOnly).with_attempt(None)
+                let error = CallError::answered(unseen.source(task)).of_call(GET, Effect::ReadOnly);
+                // Of a call that is over, whoever passes it on out of a call of their own.
+                error.with_id(Some(CallContext::new().assign_id())).with_attempt(None)
             }
         }
     }

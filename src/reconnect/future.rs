@@ -288,7 +288,7 @@ where
                 && call.is_first_hand_over()
                 && !matches!(error.cause(), Cause::AttemptTimeout)
                 && !call.is_over();
-            let Some(request) = again.then(|| error.take_request::<Req>()).flatten() else {
+            let Some(request) = again.then(|| error.take_request_of::<Req>(call.id)).flatten() else {
                 return Poll::Ready(Err(error));
             };
             call.set_name(&request);
@@ -518,7 +518,7 @@ impl Facts {
         M::Error: Into<BoxError>,
     {
         let generation = &local.generation;
-        let mut error = error.of_call(self.name(), self.effect).judged_by(self.basis);
+        let mut error = error.of_attempt(self.id, self.name(), self.effect).judged_by(self.basis);
         if error.delivery() == Delivery::Answered {
             generation.note_error(error.method());
         } else if error.scope() == Scope::Connection {

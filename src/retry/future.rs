@@ -102,8 +102,8 @@ where
     }
 
     #[inline]
-    pub(super) fn once(future: S::Future, effect: Effect, report: Option<Report>) -> Self {
-        Self::new(State::Attempt(future), Kind::Once { effect, report }, None)
+    pub(super) fn once(future: S::Future, effect: Effect, report: Report) -> Self {
+        Self::new(State::Attempt(future), Kind::Once { effect, report: Some(report) }, None)
     }
 
     #[inline(always)]
@@ -312,9 +312,8 @@ fn stood<Req: Call>(call: &Req) -> Option<Box<Duration>> {
 
 #[cold]
 fn once_failed(error: CallError, effect: Effect, report: Option<&Report>) -> CallError {
-    let error = error.of_call("", effect).with_attempt(None);
     match report {
-        Some(report) => report.failed(error),
+        Some(report) => report.failed(report.ended(error, "", effect).with_attempt(None)),
         None => error,
     }
 }
@@ -459,7 +458,8 @@ impl<S, Req: Call> Read<S, Req> {
 
     /// Names the call and enters the attempt.
     fn stamp(&self, error: CallError) -> CallError {
-        let mut error = error.of_call(self.kept.method(), Effect::ReadOnly).with_attempt(None);
+        let error = error.of_attempt(self.kept.context().id(), self.kept.method(), Effect::ReadOnly);
+        let mut error = error.with_attempt(None);
         if let (Some(progress), Some(first)) = (&self.progress, error.attempts_mut().first_mut()) {
             first.waited += progress.waited;
         }
@@ -474,7 +474,7 @@ impl<S, Req: Call> Read<S, Req> {
 
     /// The deadline passed before another attempt was handed over: what is known are the earlier ones.
     fn not_started(&mut self) -> CallError {
-        let error = CallError::deadline(Delivery::NotSent).of_call(self.kept.method(), Effect::ReadOnly);
+        let error = CallError::deadline(Delivery::NotSent).of_request(&self.kept, Effect::ReadOnly);
         self.finish(error)
     }
 
@@ -487,7 +487,7 @@ impl<S, Req: Call> Read<S, Req> {
             }
         }
         match self.outermost {
-            true => Report::of(self.kept.context()).failed(error),
+            true => Report::of(self.kept.context(), true).failed(error),
             false => error,
         }
     }

@@ -158,7 +158,7 @@ where
 
     #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
-        self.inner.poll_ready(cx).map_err(CallError::not_ready)
+        self.inner.poll_ready(cx).map_err(CallError::unready)
     }
 
     #[inline(always)]
@@ -171,7 +171,7 @@ where
         }
         let kept = if effect.is_write() { None } else { replica(&request) };
         let Some(kept) = kept else {
-            let report = outermost.then(|| Report::of(request.context()));
+            let report = Report::of(request.context(), outermost);
             return ResponseFuture::once(self.inner.call(request), effect, report);
         };
         let handle = self.handle();

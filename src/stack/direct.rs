@@ -189,7 +189,7 @@ where
         let kept = this.kept.take()?;
         let context = kept.context();
         let (call, basis, until) = (context.id()?, context.basis(), context.until());
-        let report = this.outermost.then(|| Report::of(context));
+        let report = Some(Report::of(context, *this.outermost));
         let attempt = reconnect::ResponseFuture::failed(&kept, Arc::clone(&this.lane.local), error);
         let retries = Arc::clone(&this.lane.retries);
         let retrying = retry::ResponseFuture::read(attempt, retries, kept, None, false);

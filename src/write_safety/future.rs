@@ -280,9 +280,11 @@ where
                 let result = ready!(attempt.poll(cx));
                 let result = match (result, reporter) {
                     (Ok(response), _) => Ok(response),
-                    (Err(error), None) => Err(error.with_id(Some(*call)).judged_by(*basis)),
+                    (Err(error), None) => {
+                        Err(error.of_attempt(Some(*call), "", *effect).judged_by(*basis))
+                    }
                     (Err(error), Some(events)) => {
-                        let error = error.with_id(Some(*call)).of_call("", *effect).judged_by(*basis);
+                        let error = error.of_attempt(Some(*call), "", *effect).judged_by(*basis);
                         let error = error.with_attempt(None);
                         events.failed(*basis, &error);
                         Err(error)
@@ -481,8 +483,9 @@ where
 
     fn attempt_ended(&mut self, result: Result<S::Response, CallError>) -> Next<S::Response> {
         let result = result.map_err(|error| {
-            let generation = self.parts.current.activity.generation_number();
-            error.of_call(&self.parts.name, self.parts.effect).with_attempt(generation)
+            let Parts { call, name, effect, current, .. } = &self.parts;
+            let error = error.of_attempt(Some(*call), name, *effect);
+            error.with_attempt(current.activity.generation_number())
         });
         let mut error = match (self.keyed_answer(&result), result) {
             (Some(KeyedAnswer::Landed(response)), result) => {
@@ -670,7 +673,7 @@ where
 
     /// Nothing was sent, and the attempt's time was up: another hand-over, which is no replay.
     fn hand_over_again(&mut self, mut error: CallError) -> Next<S::Response> {
-        let request = error.take_request::<Req>().or_else(|| self.parts.kept.as_ref().and_then(replica));
+        let request = error.take_request_of::<Req>(Some(self.parts.call)).or_else(|| self.parts.kept.as_ref().and_then(replica));
         let in_time = self.parts.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
         match request {
             Some(request) if in_time => {

@@ -286,7 +286,7 @@ where
 
     #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
-        self.inner.poll_ready(cx).map_err(CallError::not_ready)
+        self.inner.poll_ready(cx).map_err(CallError::unready)
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
