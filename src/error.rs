@@ -605,6 +605,11 @@ impl CallError {
         self
     }
 
+    /// Takes back what the call was taken for: it may have been any write.
+    pub(crate) fn misjudge(&mut self) {
+        (self.0.effect, self.0.basis) = (Some(Effect::Write), Some(Basis::Default));
+    }
+
     /// Says who judged the call, if no layer further down has.
     pub(crate) fn judged_by(mut self, basis: Basis) -> Self {
         self.0.basis.get_or_insert(basis);

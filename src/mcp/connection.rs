@@ -14,12 +14,13 @@ use serde_json::{json, value::RawValue};
 use super::{
     ProtocolVersion,
     handshake::{self, Plan},
+    rules::tool_of,
     session::{Inbox, LISTEN, Memory, Session, Wires},
     settings::Settings,
     watch::{Watch, taken_back},
 };
 use crate::{
-    Basis, BoxError, Call, CallError, Closure, Refusal,
+    Basis, BoxError, Call, CallError, Closure, Delivery, Effect, Refusal,
     call::effect_of,
     connection::{self, BoxFuture},
     event::Peer,
@@ -53,7 +54,7 @@ use crate::{
 ///   of a connector lets all cursors pass, every later one those that it has handed out itself.
 /// - a call that was taken for harmless by a trusted annotation is refused if the server's annotation on this
 ///   connection does not say so ([`Refusal::EffectChanged`]), be it that it says so no more when the call's turn
-///   to be written comes.
+///   to be written comes. One that was written by then and gets no answer may have been a write.
 pub struct Connection {
     client: Client,
     session: Arc<Session>,
@@ -132,13 +133,12 @@ impl Connection {
     /// answer.
     pub fn request(&self, mut request: Request) -> ResponseFuture {
         let session = &self.session;
-        if request.context().basis() == Basis::TrustedAnnotation
-            && !session.upholds(&request)
-            && !off!(Annotation)
-        {
+        let is_trusted = request.context().basis() == Basis::TrustedAnnotation;
+        if is_trusted && !session.upholds(&request) && !off!(Annotation) {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
         }
         let lesson = match Kind::of(request.method()) {
+            Kind::Plain if is_trusted => Some(Lesson::Trust(tool_of(&request), effect_of(&request))),
             Kind::Plain => None,
             Kind::List if !session.takes_cursor(&request) => {
                 return ResponseFuture::refused(Refusal::CursorOfAnotherSession, &request);
@@ -306,10 +306,12 @@ enum Lesson {
     Level(String),
     Subscribe(String),
     Unsubscribe(String),
+    /// By the annotation of that tool the call was taken for one with that effect.
+    Trust(Option<String>, Effect),
 }
 
 impl Lesson {
-    fn learn(self, session: &Session, outcome: &Result<Response, CallError>) {
+    fn learn(self, session: &Session, outcome: &mut Result<Response, CallError>) {
         match (self, outcome) {
             (Lesson::Page, Ok(page)) => session.handed_out(page),
             (Lesson::Level(level), Ok(_)) => session.memory.level_set(&level),
@@ -318,6 +320,14 @@ impl Lesson {
             // The session is gone, and with it the subscription: nobody wants it back.
             (Lesson::Unsubscribe(uri), Err(error)) if error.closure().is_some() => {
                 session.memory.unsubscribed(&uri);
+            }
+            // Nobody knows whether the server did it before or after it said that the tool had changed.
+            (Lesson::Trust(tool, effect), Err(error))
+                if error.delivery() == Delivery::Ambiguous
+                    && !session.wires.tools.upholds(tool.as_deref(), effect)
+                    && !off!(Annotation) =>
+            {
+                error.misjudge();
             }
             (_, _) => {}
         }
@@ -364,7 +374,7 @@ impl Future for ResponseFuture {
                 *watch = None;
                 if let Some(lesson) = lesson.take() {
                     let (session, lesson) = *lesson;
-                    lesson.learn(&session, &outcome);
+                    lesson.learn(&session, &mut outcome);
                 }
                 if let Some(original) = original.take() {
                     outcome = outcome.map_err(|error| undress(error, original.as_ref()));

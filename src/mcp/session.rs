@@ -629,7 +629,7 @@ pub(super) struct Wires {
     /// The ids of streams that were acknowledged; the oldest are forgotten.
     acknowledged: Mutex<VecDeque<u64>>,
     heard: Notify,
-    tools: Arc<Listed>,
+    pub(super) tools: Arc<Listed>,
     tools_changed: Notify,
     pub(super) calls: Arc<Calls>,
 }

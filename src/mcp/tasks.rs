@@ -64,8 +64,9 @@
 //! An id is unique among the tasks that a server has. One that was started again may give it to another call's task, so
 //! that over another connection a task is known by its id and by when it was created (`createdAt`, which every status
 //! has). One that the server keeps over its end is gone on with. One that was created at another time is another one:
-//! its result is nobody's here, and it is not cancelled. Where a server leaves the time out, a task of another
-//! connection cannot be told from another, and counts as one. Over the same connection the id is enough.
+//! its result is nobody's here, and it is not cancelled. Where a server leaves the time out, the id is enough over the
+//! connection where the task was seen; over another one it cannot be told from another's, and counts as that. Two that
+//! were created at the same time, as exactly as the server says it, are one.
 //!
 //! Whoever keeps a task's id beyond this process keeps [`Task::created_at`] with it.
 //!
@@ -226,7 +227,7 @@ impl Task {
     /// Whether what the server speaks of is this task, and not another one that has its id by now.
     fn is_it(&self, seen: &Seen, over: Option<u64>) -> bool {
         match (self.created_at(), seen.created()) {
-            (Some(known), Some(now)) => known == now,
+            (Some(known), Some(now)) => is_same_time(known, now),
             // Nothing is known of it but the id that somebody kept.
             (None, _) if !self.seen => true,
             // One process has one task by an id.
@@ -958,6 +959,58 @@ impl Seen {
         // A negative one is no wish, and a longer one is bounded anyway.
         (millis >= 0.0).then(|| Duration::from_secs_f64((millis / 1e3).min(MAX_INTERVAL.as_secs_f64())))
     }
+}
+
+/// Whether two texts name one point in time. Servers write it in different ways: with `Z` or an offset, and cut off to
+/// milliseconds where they have stored it.
+pub(super) fn is_same_time(one: &str, other: &str) -> bool {
+    let (Some((one_seconds, one_rest)), Some((other_seconds, other_rest))) = (instant(one), instant(other))
+    else {
+        return one == other;
+    };
+    let (one, other) = (one_rest.trim_end_matches('0'), other_rest.trim_end_matches('0'));
+    let is_cut_off = |short: &str, long: &str| short.len() >= 3 && long.starts_with(short);
+    one_seconds == other_seconds && (one == other || is_cut_off(one, other) || is_cut_off(other, one))
+}
+
+/// The seconds of a time as RFC 3339 has it, from some beginning on, and the digits of their fraction.
+fn instant(text: &str) -> Option<(i64, &str)> {
+    let number = |text: &str| {
+        let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+        if digits { text.parse::<i64>().ok() } else { None }
+    };
+    let (date, rest) = (text.get(..19)?, text.get(19..)?);
+    let shape = |(at, byte): (usize, u8)| match at {
+        4 | 7 => byte == b'-',
+        10 => matches!(byte, b'T' | b't' | b' '),
+        13 | 16 => byte == b':',
+        _ => byte.is_ascii_digit(),
+    };
+    if !date.bytes().enumerate().all(shape) {
+        return None;
+    }
+    let (fraction, zone) = match rest.strip_prefix('.') {
+        Some(rest) => rest.split_at(rest.find(|c: char| !c.is_ascii_digit())?),
+        None => ("", rest),
+    };
+    let minutes_ahead = match zone.as_bytes() {
+        [b'Z' | b'z'] => 0,
+        [sign @ (b'+' | b'-'), _, _, b':', _, _] => {
+            let minutes = number(zone.get(1..3)?)? * 60 + number(zone.get(4..)?)?;
+            if *sign == b'-' { -minutes } else { minutes }
+        }
+        _ => return None,
+    };
+    let [year, month, day] = [date.get(..4)?, date.get(5..7)?, date.get(8..10)?].map(number);
+    let [hour, minute, second] = [date.get(11..13)?, date.get(14..16)?, date.get(17..)?].map(number);
+    // Months are counted from March on, so that the day that comes and goes is the last of a year.
+    let (year, month) = match month? {
+        month @ 3.. => (year?, month - 3),
+        month => (year? - 1, month + 9),
+    };
+    let days = 365 * year + year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
+    let days = days + (153 * month + 2) / 5 + day?;
+    Some((((days * 24 + hour?) * 60 + minute? - minutes_ahead) * 60 + second?, fraction))
 }
 
 /// What a call is answered with if it becomes a task.

@@ -1156,6 +1156,35 @@ async fn a_call_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_no
     }
 }
 
+/// It lies in the pipe, or in part with us, when the word comes: nobody knows when the server reads it.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_written_when_its_annotation_is_taken_back_and_gets_no_answer_may_have_been_a_write() {
+    for (large, changes) in [(false, true), (true, true), (false, false)] {
+        let (stack, mut server) = trusting_stack(vec![reads("look")]).await;
+        let look = if large { large_look() } else { tool("look") };
+        let look = send(&stack, look.within(20 * SECOND));
+        sleep(SECOND).await;
+        if changes {
+            server.tools_changed().await;
+        }
+        let error = look.await.unwrap().unwrap_err();
+        let (outcome, effect) = match changes {
+            true => (Outcome::Unknown, Effect::Write),
+            false => (Outcome::NoAnswer, Effect::ReadOnly),
+        };
+        assert_eq!((error.outcome(), error.effect()), (outcome, effect), "{error}");
+        assert_eq!(error.may_have_landed(), changes);
+    }
+    // An answer is one.
+    let (stack, mut server) = trusting_stack(vec![reads("look")]).await;
+    let look = send(&stack, tool("look"));
+    let asked = server.asked("tools/call").await;
+    server.tools_changed().await;
+    sleep(SECOND).await;
+    server.answer(&asked, json!({ "content": [] })).await;
+    look.await.unwrap().unwrap();
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_replay_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_not_sent() {
     let sets = |sets: bool| listed("odd", json!({ "readOnlyHint": false, "idempotentHint": sets }));

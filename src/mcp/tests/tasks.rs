@@ -319,6 +319,39 @@ async fn a_task_of_the_next_process_that_has_the_same_id_is_another_ones() {
     }
 }
 
+#[test]
+fn a_time_is_the_same_however_it_is_written() {
+    for (one, other, same) in [
+        (CREATED, CREATED, true),
+        (CREATED, "2026-11-30T00:00:00+00:00", true),
+        (CREATED, "2026-11-30T01:30:00.000+01:30", true),
+        (CREATED, "2026-11-29T19:00:00-05:00", true),
+        (CREATED, "2026-11-30T00:00:01Z", false),
+        (CREATED, "2026-11-30T00:00:00+01:00", false),
+        (CREATED, "2025-11-30T00:00:00Z", false),
+        ("2026-11-30T00:00:00.123456Z", "2026-11-30t00:00:00.123z", true),
+        ("2026-11-30T00:00:00.120Z", "2026-11-30 00:00:00.12+00:00", true),
+        ("2026-11-30T00:00:00.123456Z", "2026-11-30T00:00:00.12Z", false),
+        ("2026-11-30T00:00:00.123Z", "2026-11-30T00:00:00Z", false),
+        ("2026-11-30T00:00:00.123Z", "2026-11-30T00:00:00.124Z", false),
+        ("2024-02-29T23:30:00Z", "2024-03-01T00:00:00+00:30", true),
+        ("2025-02-28T23:30:00Z", "2025-03-01T00:00:00+00:30", true),
+        ("2023-12-31T23:59:59Z", "2024-01-01T00:59:59+01:00", true),
+        // What is no such time is a text.
+        ("yesterday", "yesterday", true),
+        ("yesterday", "today", false),
+        ("2026-11-30T00:00:00", CREATED, false),
+        ("2026-11-30T00:00:00.1", CREATED, false),
+        ("2026-11-30T00:00:00+aa:bb", CREATED, false),
+        ("2026-11-30T00:00:0\u{e4}Z", CREATED, false),
+        ("", CREATED, false),
+    ] {
+        for (one, other) in [(one, other), (other, one)] {
+            assert_eq!(tasks::is_same_time(one, other), same, "{one} {other}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_task_that_another_has_replaced_on_the_same_connection_is_not_it() {
     for version in ERAS {
