@@ -676,3 +676,37 @@ exec sleep 1000
     call.abort();
     assert!(most < 5_000, "{most} tasks wait to write an answer that nobody reads");
 }
+
+/// Answers one call, then reads nothing any more, and talks on.
+const TALKS: &str = r#"
+answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
+next() { read -r message || exit; id=${message#*'"id":'}; id=${id%%,*}; id=${id%%\}*}; }
+next; answer '{"protocolVersion":"2025-06-18","capabilities":{"tools":{}},"serverInfo":{"name":"sh","version":"1"}}'
+next
+next; answer '{"content":[]}'
+while echo '{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}'; do sleep 0.02; done
+"#;
+
+#[tokio::test]
+async fn calls_that_wait_for_a_pipe_that_nobody_reads_leave_nothing_behind() {
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(TALKS);
+    let client = Arc::new(builder(Connector::stdio((), command)).deadline(BOUND).build().unwrap());
+    assert_eq!(word(&bounded("connect", client.send(lines())).await), "ok");
+    // It fills the pipe.
+    let large = lab::spawn(&client, append(&"x".repeat(200_000)));
+    sleep(ms(200)).await;
+    let metrics = tokio::runtime::Handle::current().metrics();
+    let before = metrics.num_alive_tasks();
+    for _ in 0..4 {
+        let calls: Vec<_> = (0..100).map(|_| lab::spawn(&client, append("x").within(ms(100)))).collect();
+        for call in calls {
+            assert_eq!(word(&bounded("withdrawn", call).await.unwrap()), "not done");
+        }
+    }
+    assert_eq!(client.generation(), Some(1));
+    sleep(ms(100)).await;
+    let after = metrics.num_alive_tasks();
+    assert!(after < before + 20, "{before} tasks before, {after} after");
+    large.abort();
+}
