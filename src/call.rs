@@ -5,7 +5,7 @@ use std::{
     borrow::Cow,
     cell::Cell,
     fmt,
-    num::NonZeroU64,
+    num::{NonZeroU64, NonZeroUsize},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -163,6 +163,9 @@ pub enum Deadline {
     At(Instant),
 }
 
+/// What is further away than this is not waited for: ten years.
+const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+
 impl Deadline {
     /// The deadline that lies `limit` from now; [`Deadline::Never`] where no instant is that far away.
     ///
@@ -198,10 +201,14 @@ impl Deadline {
         self.instant().is_some_and(|at| now >= at)
     }
 
-    /// Whether a wait from `now` of length `wait` ends before the deadline.
+    /// Whether a wait from `now` of length `wait` ends before the deadline. Where there is none, whether it ends at all:
+    /// what is asked for by a peer may be longer than anybody lives.
     #[inline]
     pub(crate) fn allows(self, now: Instant, wait: Duration) -> bool {
-        self.instant().is_none_or(|at| now.checked_add(wait).is_some_and(|end| end < at))
+        match self.instant() {
+            Some(at) => now.checked_add(wait).is_some_and(|end| end < at),
+            None => wait < NEVER,
+        }
     }
 
     /// What is left at `now`; `None` where there is no limit.
@@ -633,6 +640,10 @@ pub struct Activity {
 struct ActivityState {
     adopted: bool,
     withdrawn: bool,
+    /// Which reconnect layers, one in another, have given the attempt to a connection and have not got it back.
+    given: [Option<Giver>; 2],
+    /// Whether there is more than one copy of the attempt, so that the end of one does not say that nothing was sent.
+    copied: bool,
     over: bool,
     /// Whether another write-safety layer, further in, reports what becomes of the attempt.
     taken_over: bool,
@@ -675,6 +686,8 @@ impl Activity {
     #[must_use = "an attempt that is over must not be sent"]
     pub fn adopt(&self) -> bool {
         let mut state = self.lock();
+        // A connection that has it already, and has not withdrawn it.
+        state.copied |= state.adopted && !state.withdrawn;
         if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
@@ -694,6 +707,32 @@ impl Activity {
     /// Marks that the request was withdrawn before its first byte.
     pub fn withdrawn(&self) {
         self.lock().withdrawn = true;
+    }
+
+    /// Notes that this copy of the request was not sent. If another was, by a service in between that repeats calls,
+    /// that says nothing of the attempt.
+    pub(crate) fn not_sent(&self, by: Giver) {
+        let mut state = self.lock();
+        state.copied |= state.given.contains(&Some(by));
+    }
+
+    /// The same of one that was dropped before it was given to a connection.
+    pub(crate) fn never_given(&self, by: Giver) {
+        self.not_sent(by);
+        self.lock().withdrawn = true;
+    }
+
+    /// Marks that the request was not sent, or not processed, on the connection that it was given to.
+    pub(crate) fn given_back(&self, by: Giver) {
+        for given in self.lock().given.iter_mut().filter(|given| **given == Some(by)) {
+            *given = None;
+        }
+    }
+
+    /// Whether a service in between has made more than one copy of the attempt of which something may have been sent:
+    /// then what the end of one says does not hold for them all.
+    pub(crate) fn was_copied(&self) -> bool {
+        self.lock().copied
     }
 
     /// Marks that the transport accepted the request's last byte and sent it on. One that lies in a buffer of this
@@ -725,8 +764,10 @@ impl Activity {
         self.lock().replaced.clone()
     }
 
+    /// Whether nothing of the attempt was sent, since it was withdrawn.
     pub(crate) fn was_withdrawn(&self) -> bool {
-        self.lock().withdrawn
+        let state = self.lock();
+        state.withdrawn && !state.copied
     }
 
     /// When the last byte was sent: `Err` while a marking connection still has bytes to send, `Ok(None)`
@@ -752,14 +793,21 @@ impl Activity {
     ///
     /// What another connection marked before, which has handed the request back, says nothing of this one.
     /// `false` as for [`Activity::adopt`].
-    pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant) -> bool {
+    pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant, by: Giver) -> bool {
         let mut state = self.lock();
+        // Another one, which has not come back.
+        state.copied |= state.given.contains(&Some(by));
         if state.over && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
         state.generation = Some((generation, connect_began));
         (state.adopted, state.withdrawn, state.sent_at) = (false, false, None);
+        match state.given.iter_mut().find(|given| given.is_none_or(|given| given == by)) {
+            Some(given) => *given = Some(by),
+            // Nested deeper than is kept track of.
+            None => state.copied = true,
+        }
         true
     }
 
@@ -774,6 +822,16 @@ impl Activity {
 
     fn lock(&self) -> MutexGuard<'_, ActivityState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A reconnect layer, by its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Giver(NonZeroUsize);
+
+impl Giver {
+    pub(crate) fn of<T>(shared: &Arc<T>) -> Self {
+        Self(Arc::as_ptr(shared).cast::<()>().addr().try_into().unwrap_or(NonZeroUsize::MIN))
     }
 }
 
@@ -987,7 +1045,9 @@ mod tests {
     #[test]
     fn what_one_connection_marked_says_nothing_of_the_next_hand_over() {
         // By a connection that marks, and by one that a reconnect layer knows and that marks nothing.
-        for next in [Activity::adopt, |activity: &Activity| activity.on_generation(2, Instant::now())] {
+        let giver = Giver::of(&Arc::new(0));
+        let given: &dyn Fn(&Activity) -> bool = &|activity| activity.on_generation(2, Instant::now(), giver);
+        for next in [&Activity::adopt, given] {
             let activity = Activity::default();
             assert!(activity.adopt());
             activity.withdrawn();
@@ -1008,7 +1068,10 @@ mod tests {
         assert!(deadline.allows(now, Duration::from_millis(999)));
         assert!(!deadline.allows(now, Duration::from_secs(1)));
         assert!(!deadline.allows(now, Duration::MAX));
-        assert!(Deadline::Never.allows(now, Duration::MAX));
+        assert!(Deadline::Never.allows(now, Duration::from_secs(1 << 20)));
+        // It would not end.
+        assert!(!Deadline::Never.allows(now, Duration::MAX));
+        assert!(!Deadline::Never.allows(now, crate::deadline::later(now, Duration::MAX) - now));
     }
 
     #[test]

@@ -142,7 +142,7 @@ impl CallError {
     }
 
     /// The error in the box: a `CallError` is found and kept, also one further down the chain of sources;
-    /// anything else is ambiguous.
+    /// anything else is ambiguous. It stays an error of [its call](CallError#errors-of-other-calls).
     pub fn from_boxed(error: BoxError) -> Self {
         let error = match error.downcast::<CallError>() {
             Ok(own) => return *own,
@@ -165,7 +165,8 @@ impl CallError {
         self
     }
 
-    /// Says how long the peer asks to wait before a repetition (`Retry-After`, RFC 9110 section 10.2.3).
+    /// Says how long the peer asks to wait before a repetition (`Retry-After`, RFC 9110 section 10.2.3). A pause that
+    /// outlasts the call's deadline, or ten years where it has none, is not waited for.
     #[must_use]
     pub fn after(mut self, wait: Duration) -> Self {
         self.0.retry_after = Some(wait);
@@ -174,6 +175,10 @@ impl CallError {
 
     /// Adds to a [`closed`](CallError::closed) error a future that resolves when the server's process has
     /// ended; see [`Closure::exited`]. One that panics says nothing. No effect on other errors.
+    ///
+    /// It is the end of the process that this call's attempt went to. A connection gives it to the error of each call
+    /// that it takes down: it may have several processes, so that the exit that comes with one call's error is no
+    /// fence for another call.
     #[must_use]
     pub fn with_exit(mut self, exit: impl Future<Output = Exit> + Send + 'static) -> Self {
         if let Cause::Closed(closure) = &self.0.cause {
@@ -488,14 +493,32 @@ impl CallError {
         self
     }
 
-    /// Puts the closure that all calls of the connection share in place of this call's own, which a foreign
-    /// connection makes for each call.
+    /// Puts the closure that all calls of the connection share in place of this call's own, if that does not know of a
+    /// process. For connections of this crate, which have one process at most.
     pub(crate) fn at_closure(mut self, shared: &Closure) -> Self {
         match &mut self.0.cause {
-            // The only one that knows of a process.
-            Cause::Closed(own) if own.has_exit() && !shared.has_exit() => {}
+            Cause::Closed(own) if own.has_exit() => own.goes_with(shared),
             Cause::Closed(own) => own.clone_from(shared),
             _ => self.0.closure = Some(shared.clone()),
+        }
+        self
+    }
+
+    /// Says that a foreign connection ended, of which another call's error has said it first. Nobody knows whether they
+    /// were with the same process.
+    pub(crate) fn beside_closure(mut self, first: &Closure) -> Self {
+        match &mut self.0.cause {
+            Cause::Closed(own) if own.has_exit() || first.has_exit() => own.goes_with(first),
+            Cause::Closed(own) => own.clone_from(first),
+            _ => match &self.0.closure {
+                Some(own) => own.goes_with(first),
+                None if first.has_exit() => {
+                    let own = Closure::with(first.0.reason.clone(), first.0.in_flight, false, None);
+                    own.goes_with(first);
+                    self.0.closure = Some(own);
+                }
+                None => self.0.closure = Some(first.clone()),
+            },
         }
         self
     }
@@ -637,6 +660,17 @@ impl CallError {
         self.0.delivery = Some(Delivery::NotProcessed);
         if let Some(attempt) = self.0.attempts.last_mut() {
             attempt.delivery = Delivery::NotProcessed;
+        }
+    }
+
+    /// Says that there is better evidence than this error's own that the last attempt was not without effect: that it
+    /// was not sent, or not processed, is not known any more.
+    pub(crate) fn contradicted(&mut self) {
+        if matches!(self.delivery(), Delivery::NotSent | Delivery::NotProcessed) {
+            self.0.delivery = Some(Delivery::Ambiguous);
+            if let Some(attempt) = self.0.attempts.last_mut() {
+                attempt.delivery = Delivery::Ambiguous;
+            }
         }
     }
 
@@ -923,6 +957,8 @@ struct ClosureInner {
     exited: OnceLock<Option<Exit>>,
     /// Whether the retry budget granted the replays that it makes due.
     charged: OnceLock<bool>,
+    /// What another call's error said of the same connection's end, and said first.
+    first: OnceLock<Closure>,
 }
 
 impl Closure {
@@ -961,7 +997,24 @@ impl Closure {
             waiting: Arc::default(),
             exited,
             charged: OnceLock::new(),
+            first: OnceLock::new(),
         }))
+    }
+
+    /// Says that another call's error has said first that the connection ended.
+    fn goes_with(&self, first: &Closure) {
+        if !Arc::ptr_eq(&self.0, &first.0) {
+            let _ = self.0.first.set(first.clone());
+        }
+    }
+
+    /// The closure whose process is waited for: where this one knows of none, the one that came first. It may be
+    /// another process, so that its end proves nothing; but that it has outlived all signals does.
+    fn waited_for(&self) -> &Self {
+        match self.0.first.get() {
+            Some(first) if !self.has_exit() => first,
+            _ => self,
+        }
     }
 
     /// The number of the connection, where a [`ReconnectLayer`](crate::ReconnectLayer) made it.
@@ -986,7 +1039,7 @@ impl Closure {
     /// Whether the caller declared that the effects of the server's process end with it, so that its end is
     /// a fence.
     pub fn exit_ends_effects(&self) -> bool {
-        self.0.ends_effects
+        self.0.ends_effects && Arc::ptr_eq(&self.waited_for().0, &self.0)
     }
 
     /// Waits until it is known how the server's process ended: at once with `None` where there is none, and where
@@ -998,7 +1051,7 @@ impl Closure {
     /// Each waiter can drive the future, which wakes them all: one that is not polled any more, but not
     /// dropped either, holds nobody up.
     fn poll_exited(&self, cx: &mut Context<'_>) -> Poll<Option<Exit>> {
-        let Self(inner) = self;
+        let Self(inner) = self.waited_for();
         if let Some(exit) = inner.exited.get() {
             return Poll::Ready(exit.clone());
         }
@@ -1032,12 +1085,13 @@ impl Closure {
 
     /// How the process ended, if that is known already.
     pub fn exit(&self) -> Option<&Exit> {
-        self.0.exited.get()?.as_ref()
+        self.waited_for().0.exited.get()?.as_ref()
     }
 
     /// Charges something for this closure once, however many calls it took down; all get the same answer.
     pub(crate) fn charge_once(&self, charge: impl FnOnce() -> bool) -> bool {
-        *self.0.charged.get_or_init(charge)
+        let Self(of) = self.0.first.get().unwrap_or(self);
+        *of.charged.get_or_init(charge)
     }
 }
 
@@ -1174,6 +1228,19 @@ mod tests {
             let outer = CallError::connect_failed(Arc::new(ConnectError::Connector(Box::new(inner))));
             assert_eq!(write(outer).to_string(), format!("not done: pay: cannot connect: {text}"));
         }
+    }
+
+    #[test]
+    fn what_a_connection_without_layers_takes_for_a_read_is_no_read_if_the_layer_says_otherwise() {
+        let bare = || CallError::ambiguous("reset").of_call("list", Effect::ReadOnly);
+        let call = crate::CallContext::new().identify(&mut crate::call::CallIds::default());
+        let write = bare().of_attempt(Some(call), "pay", Effect::Write);
+        assert_eq!((write.outcome(), write.call()), (Outcome::Unknown, Some(call)));
+        // What a layer has said of the same call stands, and so does the stronger word.
+        let layered = bare().with_id(Some(call)).of_attempt(Some(call), "pay", Effect::Write);
+        assert_eq!(layered.outcome(), Outcome::NoAnswer);
+        let read = CallError::ambiguous("reset").of_call("pay", Effect::Write);
+        assert_eq!(read.of_attempt(Some(call), "list", Effect::ReadOnly).outcome(), Outcome::Unknown);
     }
 
     #[test]

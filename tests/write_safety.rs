@@ -478,6 +478,80 @@ async fn the_process_end_is_waited_for_beside_a_quarantine_and_whichever_holds_f
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_end_of_another_process_of_the_same_connection_is_no_fence_for_a_write_that_has_its_own() {
+    // Two processes behind one connection. "a" ends at once with its process; "b" loses its pipe, while its process
+    // goes on, lands the write at 20 s and ends at 30 s. Each error says the truth of its own process.
+    let lab = Lab::new();
+    let landed = Arc::new(AtomicU32::new(0));
+    let server = Arc::clone(&landed);
+    let connection = service_fn(move |call: Req| -> Answer {
+        let server = server.clone();
+        Box::pin(async move {
+            match *call {
+                "a" => {
+                    sleep(SECOND).await;
+                    Err(exits(Duration::ZERO, true).exit_ends_effects())
+                }
+                "b" => {
+                    tokio::spawn(async move {
+                        sleep(20 * SECOND).await;
+                        server.fetch_add(1, Ordering::SeqCst);
+                    });
+                    sleep(2 * SECOND).await;
+                    Err(exits(28 * SECOND, true).exit_ends_effects())
+                }
+                _ => Ok(server.load(Ordering::SeqCst)),
+            }
+        })
+    });
+    let connector = service_fn(move |()| ready(Ok::<_, CallError>(connection.clone())));
+    let check = |doubt: Doubt| async move {
+        if **doubt.request() == "a" {
+            return Ok(doubt.unknown("not this one"));
+        }
+        Ok(match doubt.probe(read()).await? {
+            0 => doubt.not_landed(),
+            _ => doubt.landed(7),
+        })
+    };
+    let writes = Safety::new(check).independent_writes();
+    let stack =
+        Stack::builder(connector).deadline(120 * SECOND).writes(writes).on_event(lab.events.sink()).build();
+    let stack = Arc::new(stack.unwrap());
+    let [a, b] = ["a", "b"].map(|which| {
+        let stack = stack.clone();
+        tokio::spawn(async move { stack.send(Tagged::new(which, Effect::Write)).await })
+    });
+    let (_, b) = (a.await.unwrap(), b.await.unwrap());
+    sleep(120 * SECOND).await;
+    assert_eq!(landed.load(Ordering::SeqCst), 1, "landed twice: {b:?}; {:?}", lab.events.raw());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_exit_that_comes_with_one_calls_error_is_no_fence_for_another_call_but_may_keep_one_from_holding()
+{
+    // Both calls lose the connection; only the first one's error tells of a process, which is gone, or not.
+    for (second, gone) in [(closed(), true), (ambiguous().connection_lost(), true), (closed(), false)] {
+        let lab = Lab::new();
+        lab.write(later(SECOND, Err(exits(Duration::ZERO, gone).exit_ends_effects())));
+        lab.write(later(2 * SECOND, Err(second)));
+        let layer = says(&lab, |doubt| match **doubt.request() {
+            "first" => doubt.unknown("not this one"),
+            _ => doubt.not_landed(),
+        });
+        let layer = layer.independent_writes();
+        let layer = if gone { layer } else { layer.quarantine(SECOND) };
+        let stack = Arc::new(stack(&lab, layer));
+        let [first, second] = ["first", "second"].map(|which| {
+            let stack = Arc::clone(&stack);
+            tokio::spawn(async move { stack.send(Tagged::new(which, Effect::Write)).await })
+        });
+        let (_, second) = (first.await.unwrap(), second.await.unwrap());
+        assert_eq!((second.unwrap_err().outcome(), lab.writes()), (Outcome::Unknown, 2));
+    }
+}
+
 // ===== A first look =====
 
 /// A check that answers its first question so, and the later ones so.
@@ -1007,6 +1081,58 @@ async fn an_attempt_that_ends_ambiguously_while_its_replay_is_on_its_way_does_no
     assert_eq!(lab.events.all().last(), Some(&Seen::Call { attempts: 2, outcome: None }));
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_a_check_found_in_part_is_not_said_to_be_not_done_by_a_late_refusal() {
+    late_refusal(|doubt| doubt.partial()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_check_found_in_flight_is_not_said_to_be_not_done_by_a_late_refusal() {
+    late_refusal(|doubt| doubt.in_flight(ms(10))).await;
+}
+
+async fn late_refusal(verdict: fn(&Doubt) -> Verdict<Res>) {
+    for look in [false, true] {
+        let lab = Lab::new();
+        lab.write(later(20 * SECOND, Err(CallError::evidence(Evidence::TooManyRequests, "429"))));
+        let layer =
+            Safety::new(move |doubt: Doubt| async move { Ok(verdict(&doubt)) }).attempt_timeout(SECOND);
+        let layer = if look { layer.quarantine(40 * SECOND).look_first() } else { layer };
+        let layer = layer.conflict_key(|_: &Req| Some(7));
+        let safety = layer.layer(lab.connection());
+        let ledger = safety.ledger();
+        let service = DeadlineLayer::new(60 * SECOND).layer(safety);
+        let error = service.oneshot(write()).await.unwrap_err();
+        assert_eq!(lab.writes(), 1);
+        assert!(!error.is_safe_to_repeat(), "{error}; {:?}", lab.events.all());
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_check_found_in_flight_is_not_replayed_on_a_late_refusal_though_that_is_trusted() {
+    for verdict in [|doubt: &Doubt| doubt.in_flight(ms(10)), |doubt: &Doubt| doubt.partial()] {
+        let lab = Lab::new();
+        lab.write(later(20 * SECOND, Err(CallError::evidence(Evidence::TooManyRequests, "429"))));
+        let layer = says(&lab, verdict).attempt_timeout(SECOND).trust(Evidence::TooManyRequests);
+        let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::Unknown, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_in_flight_before_its_replay_does_not_speak_against_the_replays_own_end() {
+    let lab = Lab::new();
+    lab.write(fail(ambiguous())).write(fail(CallError::evidence(Evidence::TooManyRequests, "429")));
+    let asked = AtomicU32::new(0);
+    let layer = says(&lab, move |doubt| match asked.fetch_add(1, Ordering::Relaxed) {
+        0 => doubt.in_flight(ms(10)),
+        _ => because(doubt),
+    });
+    let error = service(&lab, layer).oneshot(write()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 2));
+}
+
 // ===== Checks that go wrong =====
 
 #[tokio::test(start_paused = true)]
@@ -1426,6 +1552,40 @@ async fn a_fenced_replay_waits_for_what_the_peer_asked_too() {
     assert_eq!(lab.log.timed(), ["0 write", "0 check"]);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_pause_without_an_end_that_a_peer_asks_for_does_not_hold_a_write_for_ever() {
+    let lab = Lab::new();
+    let busy = || CallError::evidence(Evidence::TooManyRequests, "429").after(Duration::MAX);
+    lab.write(fail(busy())).read(fail(busy()));
+    let service = ServiceBuilder::new()
+        .layer(Safety::refuse().trust(Evidence::TooManyRequests))
+        .layer(RetryReadOnly)
+        .service(lab.connection());
+    // A read is returned at once.
+    let read = service.clone().oneshot(read().deadline(Deadline::Never));
+    assert!(tokio::time::timeout(SECOND, read).await.unwrap().is_err());
+    let write = service.oneshot(write().deadline(Deadline::Never));
+    let ended = tokio::time::timeout(SECOND, write).await;
+    assert!(ended.is_ok(), "a write that was refused waits");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_pause_without_an_end_is_waited_for_whoever_asks_for_it() {
+    for pause in [Duration::MAX, Duration::from_secs(1 << 40)] {
+        // Before a replay that a fence allows, and between two questions to a check.
+        let lab = Lab::new();
+        lab.write(fail(ambiguous().after(pause))).write(fail(ambiguous()));
+        let fenced = says(&lab, because);
+        let asks_again = says(&lab, move |doubt| doubt.in_flight(pause));
+        for layer in [fenced, asks_again] {
+            let call = service(&lab, layer).oneshot(write().deadline(Deadline::Never));
+            let ended = tokio::time::timeout(SECOND, call).await.expect("it waits");
+            assert_eq!(lab.events.doubts(), if ended.is_err() { lab.writes() } else { 0 });
+        }
+        assert_eq!(lab.writes(), 2);
+    }
+}
+
 // ===== Requests that cannot be cloned =====
 
 #[tokio::test(start_paused = true)]
@@ -1734,6 +1894,54 @@ async fn a_future_that_has_resolved_is_not_abandoned() {
         drop(call);
         assert_eq!(lab.events.abandoned(), 0);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_of_which_one_copy_was_sent_is_reported_though_another_copy_still_waits_when_it_is_dropped() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).connect(Connect::Ok).connect(Connect::Hang);
+    let reconnect = ReconnectLayer::once().layer(lab.connector());
+    // As a retrying HTTP client or a hedging layer does.
+    let twice = service_fn(move |call: Req| -> Answer {
+        let again = call.try_clone().unwrap();
+        let (first, second) = (reconnect.clone(), reconnect.clone());
+        let first: Answer = Box::pin(first.oneshot(call));
+        let second: Answer = Box::pin(second.oneshot(again));
+        Box::pin(async move {
+            let _ = first.await;
+            second.await
+        })
+    });
+    let safety = Safety::refuse().layer(twice);
+    let ledger = safety.ledger();
+    let mut call =
+        Box::pin(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()).layer(safety).oneshot(write()));
+    assert!(tokio::time::timeout(SECOND, call.as_mut()).await.is_err());
+    drop(call);
+    assert_eq!(lab.writes(), 1);
+    assert_eq!((lab.events.abandoned(), ledger.in_doubt().await.unwrap().len()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn that_another_copy_was_not_sent_does_not_say_that_the_write_was_not() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).connect(Connect::Ok).connect(Connect::Fail);
+    let reconnect = ReconnectLayer::once().layer(lab.connector());
+    let twice = service_fn(move |call: Req| -> Answer {
+        let again = call.try_clone().unwrap();
+        let (first, second) = (reconnect.clone(), reconnect.clone());
+        let first: Answer = Box::pin(first.oneshot(call));
+        Box::pin(async move {
+            let _ = first.await;
+            // By the end of its time this one is not sent.
+            let second: Answer = Box::pin(second.oneshot(again.within(SECOND)));
+            second.await
+        })
+    });
+    let service =
+        DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()).layer(Safety::refuse().layer(twice));
+    let error = service.oneshot(write()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome(), lab.events.doubts()), (1, Outcome::Unknown, 1), "{error}");
 }
 
 // ===== Deadlines =====
@@ -2089,6 +2297,34 @@ async fn a_layer_that_retries_reads_outside_does_not_repeat_what_is_a_write_insi
     let service = ServiceBuilder::new().layer(RetryReadOnly).layer(layer).service(lab.connection());
     let error = service.oneshot(read()).await.unwrap_err();
     assert_eq!((error.outcome(), error.effect(), lab.writes()), (Outcome::Unknown, Effect::Write, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_outside_with_an_attempt_timeout_do_not_repeat_what_is_a_write_inside() {
+    let lab = Lab::new();
+    lab.write(later(5 * SECOND, Ok(1))).write(answer(2));
+    let layer = Safety::refuse().classify(|_| Some(Effect::Write)).on_event(lab.events.sink());
+    let service = ServiceBuilder::new()
+        .layer(RetryReadOnly.attempt_timeout(SECOND))
+        .layer(layer)
+        .service(lab.connection());
+    // As of any other write, its time is its own layer's business.
+    assert_eq!(service.oneshot(read()).await.unwrap(), 1);
+    assert_eq!((lab.writes(), lab.events.all()), (1, vec![]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_inside_that_outlasts_retries_outside_is_unknown_at_its_deadline() {
+    let lab = Lab::new();
+    lab.write(hang());
+    let layer = Safety::refuse().classify(|_| Some(Effect::Write)).on_event(lab.events.sink());
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(10 * SECOND))
+        .layer(RetryReadOnly.attempt_timeout(SECOND))
+        .layer(layer)
+        .service(lab.connection());
+    let error = service.oneshot(read()).await.unwrap_err();
+    assert_eq!((error.outcome(), lab.writes(), lab.events.doubts()), (Outcome::Unknown, 1, 1));
 }
 
 #[tokio::test(start_paused = true)]

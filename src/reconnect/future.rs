@@ -21,7 +21,7 @@ use super::{
 use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
-    call::effect_of,
+    call::{Giver, effect_of},
     deadline::Until,
     event::{CallReport, Event, Events},
 };
@@ -217,6 +217,11 @@ where
         let (shared, generation) = this.state.whereabouts();
         // The count of calls in flight must have gone down when a shutdown is told to look at it.
         let closing = shared.filter(|shared| shared.is_closing()).map(Arc::clone);
+        if let (Err(error), Some(activity), Some(shared)) = (&result, &this.call.activity, shared)
+            && error.delivery() == Delivery::NotSent
+        {
+            activity.not_sent(Giver::of(shared));
+        }
         this.state.set(State::Done);
         if let Some(shared) = closing {
             shared.ended.notify_waiters();
@@ -284,6 +289,11 @@ where
                 StateProj::Done => return Poll::Pending,
             };
             let mut error = call.ended(error, local);
+            if matches!(error.delivery(), Delivery::NotSent | Delivery::NotProcessed)
+                && let Some(activity) = &call.activity
+            {
+                activity.given_back(Giver::of(&local.shared));
+            }
             let again = error.rule(call.effect, false) == Rule::HandOver
                 && call.is_first_hand_over()
                 && !matches!(error.cause(), Cause::AttemptTimeout)
@@ -331,9 +341,10 @@ where
             && let Unsent::Waiting { request: Some(_), .. } | Unsent::Readying { request: Some(_), .. } =
                 &**unsent
             && let Some(activity) = &this.call.activity
+            && let (Some(shared), _) = this.state.whereabouts()
         {
             // It was never given to a connection: who dropped a write must not believe it in doubt.
-            activity.withdrawn();
+            activity.never_given(Giver::of(shared));
         }
         // One that waits is not counted.
         if let (Some(shared), Some(_)) = this.state.whereabouts()
@@ -466,7 +477,9 @@ impl Facts {
     /// whoever made the attempt has stopped counting on it.
     fn mark<M: Service<()>>(&self, local: &Local<M>) -> bool {
         let (number, began) = (local.generation.number, local.generation.began);
-        self.activity.as_ref().is_none_or(|activity| activity.on_generation(number, began))
+        let given =
+            |activity: &Arc<Activity>| activity.on_generation(number, began, Giver::of(&local.shared));
+        self.activity.as_ref().is_none_or(given)
     }
 
     /// Until when a hand-over may happen.
@@ -523,7 +536,10 @@ impl Facts {
             generation.note_error(error.method());
         } else if error.scope() == Scope::Connection {
             let closure = generation.closure(&error);
-            error = error.at_closure(closure);
+            error = match generation.known {
+                Some(_) => error.at_closure(closure),
+                None => error.beside_closure(closure),
+            };
         }
         if let Some(closure) = error.closure() {
             closure.set_generation(generation.number);

@@ -204,7 +204,11 @@ where
                         && let (Some(timer), Some(until)) = (this.timer.as_mut(), *this.until)
                         && read.poll_attempt(timer.as_mut(), until, this.stood, cx).is_ready()
                     {
-                        over = Some(Over::Attempt);
+                        match read.is_a_write_inside() {
+                            // As of every write, its attempts' time is none of this layer's business.
+                            true => (*this.timer, *this.until) = (None, None),
+                            false => over = Some(Over::Attempt),
+                        }
                     }
                     match (polled.take().unwrap_or_else(|| future.poll(cx)), over.take()) {
                         (Poll::Ready(Ok(response)), _) => {
@@ -227,6 +231,10 @@ where
                             } else if let (Some(until), None) = (*this.until, this.timer.as_ref()) {
                                 let timer = this.timer.insert(Box::pin(sleep_until(until)));
                                 if read.poll_attempt(timer.as_mut(), until, this.stood, cx).is_pending() {
+                                    return Poll::Pending;
+                                }
+                                if read.is_a_write_inside() {
+                                    (*this.timer, *this.until) = (None, None);
                                     return Poll::Pending;
                                 }
                                 over = Some(Over::Attempt);
@@ -324,6 +332,11 @@ impl<S, Req: Call> Read<S, Req> {
     /// Whether the call's deadline has passed. Reads the clock only where there is a deadline.
     fn is_past(&self) -> bool {
         self.kept.context().until().is_over()
+    }
+
+    /// Whether a layer further in takes the call for a write, and reports what becomes of it.
+    fn is_a_write_inside(&self) -> bool {
+        self.kept.context().activity().is_some_and(|activity| activity.is_taken_over())
     }
 
     /// Ready once the attempt has taken long enough.

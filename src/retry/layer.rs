@@ -142,6 +142,9 @@ impl RetryReadOnlyLayer {
     /// How long one attempt may take before it is given up and the next one is due; no bound by default. Zero
     /// is wrong: each call is then refused.
     ///
+    /// A call that a write-safety layer further in takes for a write (the wrong order) is not given up: its time is
+    /// that layer's business. A read with such a bound costs an allocation, by which that layer says so.
+    ///
     /// Progress does not extend it ([`Call::idle`](crate::Call::idle)); it stands still while the user is asked
     /// ([`Call::pause_while_asking`](crate::Call::pause_while_asking)).
     #[must_use]

@@ -169,6 +169,9 @@ where
             let refusal = CallError::refused(Refusal::Config(wrong));
             return ResponseFuture::refused(refusal.of_request(&request, effect));
         }
+        if !effect.is_write() && self.options.attempt_timeout.is_some() {
+            Self::ask_what_it_is(request.context_mut());
+        }
         let kept = if effect.is_write() { None } else { replica(&request) };
         let Some(kept) = kept else {
             let report = Report::of(request.context(), outermost);
@@ -177,6 +180,17 @@ where
         let handle = self.handle();
         let until = handle.options.attempt_timeout.and_then(|limit| bound(request.context_mut(), limit));
         ResponseFuture::read(self.inner.call(request), handle, kept, until, outermost)
+    }
+}
+
+impl<S> Retry<S> {
+    /// A write-safety layer further in may take the call for a write. Where an attempt may end here before that layer
+    /// has said anything, it says so by this.
+    #[inline(never)]
+    fn ask_what_it_is(context: &mut CallContext) {
+        if context.activity().is_none() {
+            context.set_activity(Some(Arc::default()));
+        }
     }
 }
 

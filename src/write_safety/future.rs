@@ -147,6 +147,8 @@ struct Doubt<Res> {
     checking: Arc<AtomicBool>,
     /// Whether a check has found the write applied in part.
     partial: Arc<AtomicBool>,
+    /// Whether a check has found that the server had begun with it.
+    begun: Arc<AtomicBool>,
     /// Whether the attempt ended while a check was under way, so that another may find a fence.
     again: bool,
     verdict: Option<VerdictKind>,
@@ -280,9 +282,7 @@ where
                 let result = ready!(attempt.poll(cx));
                 let result = match (result, reporter) {
                     (Ok(response), _) => Ok(response),
-                    (Err(error), None) => {
-                        Err(error.of_attempt(Some(*call), "", *effect).judged_by(*basis))
-                    }
+                    (Err(error), None) => Err(error.of_attempt(Some(*call), "", *effect).judged_by(*basis)),
                     (Err(error), Some(events)) => {
                         let error = error.of_attempt(Some(*call), "", *effect).judged_by(*basis);
                         let error = error.with_attempt(None);
@@ -506,11 +506,14 @@ where
         if let Some(attempt) = error.attempts_mut().first_mut() {
             attempt.waited += mem::take(&mut self.waited);
         }
+        // What a check found begun was sent and processed, whatever its end says; and of several copies one end says
+        // nothing of the others.
+        let doubtful = self.was_found_begun() || self.parts.current.activity.was_copied();
+        if doubtful {
+            error.contradicted();
+        }
         let trusted = match error.cause() {
-            // What a check found in part was processed, whatever the refusal says.
-            Cause::Evidence(evidence) => {
-                self.parts.lane.config.trust.contains(evidence) && !self.was_found_in_part()
-            }
+            Cause::Evidence(evidence) => self.parts.lane.config.trust.contains(evidence) && !doubtful,
             _ => false,
         };
         let rule = error.rule(self.parts.effect, trusted);
@@ -673,7 +676,9 @@ where
 
     /// Nothing was sent, and the attempt's time was up: another hand-over, which is no replay.
     fn hand_over_again(&mut self, mut error: CallError) -> Next<S::Response> {
-        let request = error.take_request_of::<Req>(Some(self.parts.call)).or_else(|| self.parts.kept.as_ref().and_then(replica));
+        let request = error
+            .take_request_of::<Req>(Some(self.parts.call))
+            .or_else(|| self.parts.kept.as_ref().and_then(replica));
         let in_time = self.parts.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
         match request {
             Some(request) if in_time => {
@@ -824,6 +829,8 @@ where
                 self.refused = None;
                 if let Some(doubt) = &mut self.doubt {
                     (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
+                    // That was said of the attempts before it.
+                    doubt.begun = Arc::default();
                 }
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
                 let end = end.filter(|_| !off!(WindowWait));
@@ -942,6 +949,7 @@ where
             until: self.parts.until.clone(),
             checking: Arc::clone(&doubt.checking),
             partial: Arc::clone(&doubt.partial),
+            begun: Arc::clone(&doubt.begun),
         };
         doubt.settling = Some(Unwinding::new(settle(Arc::clone(&self.parts.lane), request, facts)));
         Next::Continue
@@ -1266,6 +1274,12 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         guard(config, shared, self.parts.hold.as_deref())
     }
 
+    /// Whether a check has found that the server had begun with the attempt under way, or with one before it: then no
+    /// word that it was not sent or not processed is to be believed.
+    fn was_found_begun(&self) -> bool {
+        self.doubt.as_ref().is_some_and(|doubt| doubt.begun.load(Ordering::Relaxed))
+    }
+
     /// The attempt that a replay was to follow is one of those that have ended.
     fn keep_replaced(&mut self) {
         self.attempts.extend(self.replaced.take().map(|replaced| *replaced));
@@ -1358,7 +1372,8 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn abandon(&mut self, pending: bool) {
         self.parts.current.activity.close();
         let replaced = self.replaced.take();
-        let in_doubt = pending && replaced.is_none() && !self.parts.current.activity.was_withdrawn();
+        let withdrawn = self.parts.current.activity.was_withdrawn() && !self.was_found_begun();
+        let in_doubt = pending && replaced.is_none() && !withdrawn;
         self.attempts.extend(replaced.map(|replaced| *replaced));
         let unjudged = self.judging && !self.attempts.iter().any(Attempt::is_in_doubt);
         if in_doubt || self.handing_over || unjudged {
@@ -1452,6 +1467,7 @@ impl<Res> Doubt<Res> {
             settling: None,
             checking: Arc::default(),
             partial: Arc::default(),
+            begun: Arc::default(),
             again: false,
             verdict: None,
             fence: None,

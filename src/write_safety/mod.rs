@@ -14,6 +14,11 @@
 //! A check alone is not enough: an attempt that is absent now may still sit in a pipe, a proxy or the
 //! server's queue, and land after the replay. That is what the fence is for.
 //!
+//! Once a check has found the write in flight or in part, no word of its attempt that it was not sent or not processed
+//! (a late 429) is believed any more, whatever the layer [trusts](WriteSafetyLayer::trust): it stays in doubt. The same
+//! holds where a service between the layers sends more than one copy of an attempt, as far as one
+//! [`ReconnectLayer`](crate::ReconnectLayer) sees both: what the end of one copy says is not known of the other.
+//!
 //! With an attempt timeout the doubt arises while there is time left to settle it. The attempt is not
 //! dropped: its late answer is the best evidence there is, and ends the doubt.
 //!

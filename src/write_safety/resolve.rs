@@ -208,6 +208,7 @@ where
             until: Until { deadline: Deadline::after(start, within), progress: None },
             checking: Arc::default(),
             partial: Arc::default(),
+            begun: Arc::default(),
         };
         let one = Checks::new(1);
         let asking = Asking {

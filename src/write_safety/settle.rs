@@ -64,6 +64,20 @@ pub(super) struct Facts {
     pub(super) checking: Arc<AtomicBool>,
     /// Set once a check has found the write applied in part.
     pub(super) partial: Arc<AtomicBool>,
+    /// Set once a check has found that the server has begun with it.
+    pub(super) begun: Arc<AtomicBool>,
+}
+
+impl Facts {
+    /// Keeps what a check says of the write that must not be forgotten, whatever it says later.
+    fn note<Res>(&self, verdict: &Verdict<Res>) {
+        if matches!(verdict, Verdict::Partial) {
+            self.partial.store(true, Ordering::Relaxed);
+        }
+        if matches!(verdict, Verdict::Partial | Verdict::InFlight { .. }) {
+            self.begun.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Comes to a verdict about a write in doubt. A verdict of `NotLanded` has a fence that holds.
@@ -188,9 +202,7 @@ where
             Poll::Pending => asked.as_mut().poll(cx),
         })
         .await?;
-        if matches!(verdict, Verdict::Partial) {
-            facts.partial.store(true, Ordering::Relaxed);
-        }
+        facts.note(&verdict);
         Some(verdict).filter(|verdict| matches!(verdict, Verdict::Landed(_)))
     }
 
@@ -243,9 +255,7 @@ where
                 }
                 _ => None,
             };
-            if matches!(verdict, Verdict::Partial) {
-                facts.partial.store(true, Ordering::Relaxed);
-            }
+            facts.note(&verdict);
             let partial = facts.partial.load(Ordering::Relaxed);
             if let Some(after) = again.filter(|after| facts.until.allows(Instant::now(), *after)) {
                 // Others may check meanwhile, and what becomes of the attempt counts again.
