@@ -568,6 +568,21 @@ async fn a_write_whose_caller_goes_away_while_its_end_is_recorded_is_reported_on
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_write_that_was_replayed_and_whose_caller_goes_away_while_its_answer_is_recorded_is_no_success() {
+    let lab = Lab::new();
+    lab.write(fail(unavailable())).write(answer(1));
+    let trusting = Safety::refuse().trust(goaround::Evidence::Unavailable);
+    let layer = trusting.ledger(Store::new(&lab.log).shut("settle"));
+    let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+    for _ in 0..10 {
+        assert!(poll_once(&mut call));
+    }
+    assert_eq!((lab.writes(), lab.events.all()), (2, vec![]));
+    drop(call);
+    assert_eq!(lab.events.all(), [Seen::Abandoned { attempts: 2 }]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_write_whose_caller_was_told_before_its_end_was_recorded_is_not_reported_besides() {
     let lab = Lab::new();
     lab.write(answer(1));

@@ -293,8 +293,8 @@ pub(super) struct News {
     pub(super) success: Option<CallReport>,
     /// Who judged the call, where this layer reports its failure.
     pub(super) failure: Option<Basis>,
-    /// What is said besides where the caller goes away before it is told: of a write that may have landed, of which
-    /// nobody would know.
+    /// What is said in place of all that where the caller goes away before it is told: of a write that may have landed,
+    /// of which nobody would know.
     pub(super) abandoned: Option<CallReport>,
 }
 
@@ -327,10 +327,11 @@ impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
-            if let Some(report) = news.abandoned.as_ref().filter(|_| !off!(DropGuard)) {
-                news.events.emit(Event::Abandoned(report));
+            match &news.abandoned {
+                Some(_) if off!(DropGuard) => {}
+                Some(report) => news.events.emit(Event::Abandoned(report)),
+                None => news.tell(result),
             }
-            news.tell(result);
         }
     }
 }

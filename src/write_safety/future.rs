@@ -1176,8 +1176,7 @@ where
         let told = doubtful && !self.parts.current.activity.is_taken_over();
         let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
         // What a caller that goes away before it is recorded would be the only one to know.
-        let reported = self.parts.outermost && result.as_ref().is_err_and(|error| error.attempts().len() > 1);
-        let untold = !doubtful && !reported && outcome != Some(Outcome::NotDone) && self.attempts.len() < 2;
+        let untold = !doubtful && outcome != Some(Outcome::NotDone);
         let abandoned = (untold && step.is_some()).then(|| self.untold(&result));
         let success = (result.is_ok() && self.attempts.len() > 1).then(|| {
             let attempts = mem::take(&mut self.attempts);
@@ -1348,7 +1347,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             Ok(_) => (self.attempts.clone(), Outcome::Answered),
             Err(error) => (error.attempts().to_vec(), error.outcome()),
         };
-        if result.is_ok() {
+        if result.is_ok() && attempts.is_empty() {
             attempts.push(Attempt::answered(self.parts.current.activity.generation_number()));
         }
         let mut report = self.call_report(attempts, Some(outcome));
