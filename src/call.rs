@@ -1055,10 +1055,43 @@ mod tests {
             assert!(next(&activity));
             assert!(!activity.was_withdrawn());
 
+            // It comes back.
+            activity.withdrawn();
+            activity.given_back(giver);
             activity.close();
             assert!(!next(&activity));
             assert!(activity.was_withdrawn());
         }
+    }
+
+    #[test]
+    fn a_copy_that_was_not_sent_says_nothing_of_one_that_has_not_come_back() {
+        let layers = [Arc::new(0), Arc::new(0)];
+        let [outer, inner] = layers.each_ref().map(Giver::of);
+        let given = |activity: &Activity, by| assert!(activity.on_generation(1, Instant::now(), by));
+        // Of nested layers each gives the one copy that there is.
+        let activity = Activity::default();
+        given(&activity, outer);
+        activity.never_given(inner);
+        assert!(activity.was_withdrawn() && !activity.was_copied());
+
+        type Second<'a> = &'a dyn Fn(&Activity);
+        let seconds: [Second<'_>; 3] =
+            [&|activity| given(activity, outer), &|activity| activity.not_sent(outer), &|activity| {
+                activity.never_given(outer)
+            }];
+        for second in seconds {
+            let activity = Activity::default();
+            given(&activity, outer);
+            second(&activity);
+            activity.withdrawn();
+            assert!(activity.was_copied() && !activity.was_withdrawn());
+        }
+
+        let activity = Activity::default();
+        assert!(activity.adopt() && activity.adopt());
+        activity.withdrawn();
+        assert!(activity.was_copied() && !activity.was_withdrawn());
     }
 
     #[test]

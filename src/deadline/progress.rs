@@ -377,7 +377,8 @@ mod tests {
         let progress = Arc::new(Progress::new(Some(Duration::MAX), false));
         let until = Until { deadline: Deadline::Never, progress: Some(progress.clone()) };
         assert_eq!((until.instant(), until.is_over()), (None, false));
-        assert!(until.allows(Instant::now(), Duration::MAX));
+        assert!(until.allows(Instant::now(), 1_000_000 * SECOND));
+        assert!(!until.allows(Instant::now(), Duration::MAX));
         let until = Until { deadline: Deadline::within(SECOND), ..until };
         let _pause = progress.pause();
         advance(1_000_000 * SECOND).await;
