@@ -225,7 +225,7 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
 }
 
 /// Gives a call to the layers, which are ready, and counts it.
-#[inline]
+#[inline(never)]
 fn hand_over<M, Req, Res>(
     ways: &mut Ways<M, Req, Res>,
     seat: &Arc<StackSeat>,

@@ -130,24 +130,37 @@ where
     Req: Call,
 {
     /// The answer, or how the attempt has ended otherwise.
-    #[inline]
-    pub(super) fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<A::Output> {
-        let mut this = self.project();
-        if let Some(timer) = this.timer.as_mut().as_pin_mut() {
-            // The timer first, as in the deadline layer, so that the poll after it is the one more.
-            let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
-            let fired = until.poll_timer(timer, cx).is_ready();
-            if let Poll::Ready(result) = this.attempt.poll(cx) {
-                return Poll::Ready(this.lane.ended(result));
-            }
-            return match fired || until.is_over() {
-                true => Poll::Ready(Err(CallError::deadline(Delivery::Ambiguous))),
-                false => Poll::Pending,
-            };
+    #[inline(always)]
+    pub(super) fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<A::Output> {
+        let mut this = self.as_mut().project();
+        if this.timer.is_some() {
+            return self.poll_timed(cx);
         }
-        if let Poll::Ready(result) = this.attempt.as_mut().poll(cx) {
+        match this.attempt.as_mut().poll(cx) {
+            Poll::Ready(result) => Poll::Ready(this.lane.ended(result)),
+            Poll::Pending => self.arm(cx),
+        }
+    }
+
+    /// The timer first, as in the deadline layer, so that the poll after it is the one more.
+    #[inline(never)]
+    fn poll_timed(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<A::Output> {
+        let this = self.project();
+        let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
+        let fired = this.timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_ready());
+        if let Poll::Ready(result) = this.attempt.poll(cx) {
             return Poll::Ready(this.lane.ended(result));
         }
+        match fired || until.is_over() {
+            true => Poll::Ready(Err(CallError::deadline(Delivery::Ambiguous))),
+            false => Poll::Pending,
+        }
+    }
+
+    /// The attempt is pending for the first time.
+    #[inline(never)]
+    fn arm(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<A::Output> {
+        let mut this = self.project();
         let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
         let Some(at) = until.instant() else { return Poll::Pending };
         this.timer.set(Some(sleep_until(at)));
