@@ -1165,6 +1165,34 @@ async fn no_replay_goes_out_if_the_old_process_is_found_to_be_there_while_it_wai
     beside_the_old_process(SECOND, 2 * SECOND, false).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_is_known_of_the_old_process_while_the_ledger_grants_the_replay_keeps_the_write_unknown() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).shut("claim");
+    // The check has said "absent" at 8.5 s, and at 11 s it shows that the process is still there.
+    lab.write(later(8 * SECOND, Err(exits(3 * SECOND, false).exit_ends_effects()))).write(answer(1));
+    let check = |doubt: Doubt| async move {
+        tokio::time::sleep(5 * SECOND / 2).await;
+        Ok(doubt.not_landed())
+    };
+    let layer = Safety::new(check).attempt_timeout(SECOND).quarantine(5 * SECOND).check_timeout(30 * SECOND);
+    let stack = Stack::builder(lab.connector())
+        .writes(layer.ledger(store.clone()))
+        .on_event(lab.events.sink())
+        .build()
+        .unwrap();
+    let opens = async {
+        tokio::time::sleep(12 * SECOND).await;
+        store.gates["claim"].add_permits(100);
+    };
+    let (result, ()) = tokio::join!(stack.send(write()), opens);
+    let error = result.unwrap_err();
+    assert_eq!(lab.writes(), 1, "replayed beside it: {:?}", lab.log.timed());
+    assert_eq!((error.outcome(), lab.events.doubts()), (Outcome::Unknown, 1), "{error}");
+    assert!(!error.is_safe_to_repeat() && error.to_string().contains("still there"), "{error}");
+    assert!(matches!(store.state(), State::InDoubt { .. }));
+}
+
 // ===== Resolving =====
 
 fn lost(store: &Store, entered: SystemTime) -> Entry {

@@ -968,9 +968,10 @@ pub(super) fn is_same_time(one: &str, other: &str) -> bool {
     else {
         return one == other;
     };
-    let (one, other) = (one_rest.trim_end_matches('0'), other_rest.trim_end_matches('0'));
+    let (one, other) = (one_rest, other_rest);
+    let is_equal = one.trim_end_matches('0') == other.trim_end_matches('0');
     let is_cut_off = |short: &str, long: &str| short.len() >= 3 && long.starts_with(short);
-    one_seconds == other_seconds && (one == other || is_cut_off(one, other) || is_cut_off(other, one))
+    one_seconds == other_seconds && (is_equal || is_cut_off(one, other) || is_cut_off(other, one))
 }
 
 /// The seconds of a time as RFC 3339 has it, from some beginning on, and the digits of their fraction.

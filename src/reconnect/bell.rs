@@ -123,9 +123,11 @@ impl Bell {
         (state.rung, state.stalled) = (false, false);
     }
 
-    /// The connect has been polled: by its own clock it is due then.
+    /// The connect has been polled: by its own clock it is due then. Whoever was told meanwhile that anybody may poll it
+    /// found that somebody did, and waits for the next time.
     pub(super) fn is_due_at(&self, due: Option<Instant>) {
-        self.lock().due = due;
+        let mut state = self.lock();
+        (state.due, state.stalled) = (due, false);
     }
 
     /// Sees to it that the connect is polled when it is due, by somebody. Not to be called with a lock held.

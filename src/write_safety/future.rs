@@ -1087,6 +1087,12 @@ where
 
     /// What ended the attempt in doubt, or its own time if it has not ended.
     fn last_error(&mut self) -> CallError {
+        if let (None, Some(doubt)) = (&self.replay, &mut self.doubt)
+            && let Some(closure) = doubt.error.as_ref().and_then(CallError::closure)
+        {
+            // The error goes, and whether its process is still there may show only now.
+            doubt.beside = Some(closure.clone());
+        }
         let error = self.doubt.as_mut().and_then(|doubt| doubt.error.take()).or_else(|| self.refused.take());
         error.unwrap_or_else(|| {
             CallError::attempt_timeout(Delivery::Ambiguous).of_call(&self.parts.name, self.parts.effect)
@@ -1311,10 +1317,8 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     fn is_beside(&self) -> bool {
         let Some(doubt) = &self.doubt else { return false };
         let by = doubt.fence.as_ref().is_some_and(is_quarantine);
-        by && has_outlived(match self.replay {
-            Some(_) => doubt.beside.as_ref(),
-            None => doubt.error.as_ref().and_then(CallError::closure),
-        })
+        let last = doubt.error.as_ref().filter(|_| self.replay.is_none()).and_then(CallError::closure);
+        by && (has_outlived(doubt.beside.as_ref()) || has_outlived(last))
     }
 
     /// What the ledger says of the write from now on.

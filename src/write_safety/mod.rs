@@ -382,19 +382,20 @@ where
             }
             return Ok(());
         };
-        match ledger.memory().filter(|_| !off!(KeyInDoubt)) {
-            Some(memory) => memory.admit(&key).map_err(refused)?,
-            // It cannot be asked at once, and was asked for the other layer's key.
-            None if ledger.memory().is_none() && entered.flatten().as_deref() != Some(&*key) => {
-                return Err(wrong(
-                    "WriteSafetyLayer: a layer further out may replay this write, and has the same ledger and another \
-                     conflict_key; give both the same",
-                ));
-            }
-            None => {}
+        // A ledger that cannot be asked at once was asked for the other layer's key.
+        if ledger.memory().is_none() && entered.flatten().as_deref() != Some(&*key) {
+            return Err(wrong(
+                "WriteSafetyLayer: a layer further out may replay this write, and has the same ledger and another \
+                 conflict_key; give both the same",
+            ));
         }
+        // In that order: a doubt that ends its call is in the ledger before its hold goes.
         let passed = self.shared.conflicts.pass(&key, id);
-        passed.map_err(|(id, method)| refused(LedgerError::KeyInDoubt { id, method }))
+        passed.map_err(|(id, method)| refused(LedgerError::KeyInDoubt { id, method }))?;
+        match ledger.memory().filter(|_| !off!(KeyInDoubt)) {
+            Some(memory) => memory.admit(&key).map_err(refused),
+            None => Ok(()),
+        }
     }
 
     /// Puts an idempotency key into the write, if it shall have one. What travels with the call stays as it is, also
