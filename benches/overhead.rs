@@ -532,12 +532,9 @@ fn main() {
     runtime.block_on(shared.send(read(0))).expect("an answer");
     // As in a program that runs, a timer is due before those of the calls: to arm one of these wakes nobody, which
     // would be a system call for each.
-    let earlier = async {
-        let mut earlier = Box::pin(tokio::time::sleep(LIMIT / 2));
-        tokio::time::timeout(Duration::from_millis(1), &mut earlier).await.expect_err("it takes longer");
-        earlier
-    };
-    let _earlier = runtime.block_on(earlier);
+    let mut earlier = Box::pin(tokio::time::sleep(LIMIT / 2));
+    let wait = tokio::time::timeout(Duration::from_millis(1), &mut earlier);
+    runtime.block_on(wait).expect_err("it takes longer");
     for _ in 0..31 {
         for row in &mut rows {
             let start = busy();
