@@ -130,6 +130,8 @@ fn fly(kind: &Kind, seed: u64, count: &mut Count) -> Result<Vec<String>, BoxErro
         0 => (rng.usize(..16), 0),
         _ => (rng.usize(..WRITES as usize * 3), rng.u64(..2000)),
     };
+    // Who shall find the ledger in use must not come before whoever has it, which the first line tells.
+    let moment = if kind.second { moment.max(1) } else { moment };
     let mut client = Process::start("--write", &[&plan])?;
     client.read(|lines| lines.len() >= moment || lines.last().is_some_and(|line| line == "finished"))?;
     if kind.second {
