@@ -276,7 +276,11 @@ fn heed(world: &World, event: Event<'_>) {
     match event {
         Event::Call(_) => reports.calls += 1,
         Event::InDoubt(_) => reports.doubts += 1,
-        _ => reports.abandoned += 1,
+        Event::Abandoned(r) => {
+            reports.abandoned += 1;
+            reports.answered |= r.outcome == Some(Outcome::Answered);
+        }
+        _ => {}
     }
 }
 
@@ -412,7 +416,7 @@ impl Caller {
         let in_doubt = match &told {
             Some(Ok(())) => false,
             Some(Err(error)) => is_in_doubt(error),
-            None => seen.reports.abandoned > 0,
+            None => seen.reports.abandoned > 0 && !seen.reports.answered,
         };
         seen.in_doubt = (in_doubt && self.is_write).then_some(now);
         seen.acknowledged = (matches!(told, Some(Ok(()))) && landed).then_some(now);

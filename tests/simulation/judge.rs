@@ -115,7 +115,7 @@ pub fn judge(world: &World) {
 }
 
 fn judge_read(world: &World, call: u32, seen: &Seen) {
-    let Reports { calls, doubts, abandoned } = seen.reports;
+    let Reports { calls, doubts, abandoned, .. } = seen.reports;
     if calls > 1 || doubts + abandoned > 0 {
         world.wrong(Wrong::Report { write: call, what: "of a read", reports: format!("{:?}", seen.reports) });
     }
@@ -137,7 +137,7 @@ fn judge_read(world: &World, call: u32, seen: &Seen) {
 
 fn judge_write(world: &World, write: u32, seen: &Seen) {
     let effects = world.effects(write);
-    let Reports { calls, doubts, abandoned } = seen.reports;
+    let Reports { calls, doubts, abandoned, .. } = seen.reports;
     let wrong_report = |what| {
         world.wrong(Wrong::Report { write, what, reports: format!("{:?}, {effects} effects", seen.reports) });
     };

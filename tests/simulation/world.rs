@@ -453,6 +453,8 @@ pub struct Reports {
     pub calls: u32,
     pub doubts: u32,
     pub abandoned: u32,
+    /// Whether what was abandoned was answered before, so that its key is free.
+    pub answered: bool,
 }
 
 /// Adds to the history, if there is one.
