@@ -113,8 +113,9 @@ pub(super) struct State {
     pub(super) queue: VecDeque<Arc<Exchange>>,
     /// About how many frames in the queue have been withdrawn.
     pub(super) withdrawn: usize,
-    /// Calls that are queued or wait for an answer.
-    pub(super) in_flight: usize,
+    /// Calls that somebody waits for: whoever ends the waiting gives their places back, the caller when it gives
+    /// up and the connection's task when it has an outcome. For a moment below zero where both do at once.
+    pub(super) in_flight: isize,
     /// How often the peer has been heard.
     pub(super) heard: u64,
     pub(super) notes: Vec<Note>,
@@ -233,7 +234,7 @@ impl Client {
     }
 
     #[cfg(test)]
-    pub(super) fn in_flight(&self) -> usize {
+    pub(super) fn in_flight(&self) -> isize {
         self.0.shared.lock().in_flight
     }
 
@@ -281,7 +282,7 @@ impl Client {
                 exchange.mark_withdrawn();
                 return ResponseFuture::not_sent(closure, exchange.request.for_attempt());
             }
-            if state.in_flight >= shared.max_in_flight {
+            if usize::try_from(state.in_flight).is_ok_and(|calls| calls >= shared.max_in_flight) {
                 drop(state);
                 exchange.mark_withdrawn();
                 let refusal = Refusal::Overloaded("calls in flight on the connection");
@@ -462,7 +463,7 @@ impl Shared {
     fn withdrawn(&self, exchange: &Arc<Exchange>) {
         let gone = {
             let mut state = self.lock();
-            state.in_flight = state.in_flight.saturating_sub(1);
+            state.in_flight -= 1;
             state.withdrawn += 1;
             // Behind a stalled pipe nobody else clears the queue.
             if state.withdrawn > 32 && state.withdrawn > state.queue.len() / 2 {
@@ -477,6 +478,15 @@ impl Shared {
         };
         drop(gone);
         exchange.mark_withdrawn();
+    }
+
+    /// Accounts for a call whose frame is taken and that the caller waits for no longer. Its place is free at once,
+    /// not when the connection's task has heard of it: the next call may be of the same caller.
+    fn given_up(&self, note: Option<Note>) {
+        self.lock().in_flight -= 1;
+        if let Some(note) = note {
+            self.note(note);
+        }
     }
 
     fn note(&self, note: Note) {
@@ -558,7 +568,7 @@ impl Future for ResponseFuture {
             (Waited::Ended(outcome), _) => Poll::Ready(outcome),
             (Waited::Expired, Phase::Waiting { handle, exchange, .. }) => {
                 let error = named(CallError::deadline(Delivery::Ambiguous), &exchange.request);
-                handle.shared.note(Note::Expired(exchange.clone()));
+                handle.shared.given_up(Some(Note::Expired(exchange.clone())));
                 this.0 = Phase::Expired { handle, exchange };
                 Poll::Ready(Err(error))
             }
@@ -622,8 +632,11 @@ impl Drop for ResponseFuture {
                 }
                 match exchange.give_up() {
                     Some(Ok(_)) if exchange.answered => Late::of(&exchange).emit(),
-                    None if exchange.answered => handle.shared.note(Note::Dropped(exchange)),
-                    _ => {}
+                    Some(_) => {}
+                    None => {
+                        let note = exchange.answered.then_some(Note::Dropped(exchange));
+                        handle.shared.given_up(note);
+                    }
                 }
             }
             Phase::Expired { handle, exchange } => handle.shared.note(Note::Dropped(exchange)),

@@ -107,8 +107,6 @@ pub(super) struct Driver {
     asked: HashMap<tokio::task::Id, Asked>,
     /// Calls that have ended and do not know it yet, so that one lock serves many.
     done: Vec<(Arc<Exchange>, Outcome)>,
-    /// How many others are in flight no more.
-    freed: usize,
     notes: Vec<Note>,
     batch: Vec<Arc<Exchange>>,
     /// How often the peer has been heard.
@@ -221,7 +219,6 @@ impl Driver {
             answering: JoinSet::new(),
             asked: HashMap::new(),
             done: Vec::new(),
-            freed: 0,
             notes: Vec::new(),
             batch: Vec::new(),
             heard: 0,
@@ -293,7 +290,6 @@ impl Driver {
         }
         self.pending.remove(&id);
         self.remembered.insert(id, Late::of(exchange));
-        self.freed += 1;
         true
     }
 
@@ -499,7 +495,6 @@ impl Driver {
     fn enter(&mut self, exchange: Arc<Exchange>) {
         if exchange.is_given_up() {
             self.remembered.insert(exchange.id(), Late::of(&exchange));
-            self.freed += 1;
         } else {
             self.pending.insert(exchange.id(), exchange);
         }
@@ -688,21 +683,19 @@ impl Driver {
 
     /// Lets the calls that have ended know it.
     fn settle(&mut self) {
-        let ended = self.done.len() + mem::take(&mut self.freed);
-        if ended == 0 {
-            return;
-        }
-        {
-            let mut state = self.shared.lock();
-            state.in_flight = state.in_flight.saturating_sub(ended);
-        }
+        let Ok(ended @ 1..) = isize::try_from(self.done.len()) else { return };
+        // Their places are free before they can know it.
+        self.shared.lock().in_flight -= ended;
+        let mut given_up = 0;
         for (exchange, outcome) in self.done.drain(..) {
-            let answered = exchange.answered;
-            if let Err(Ok(_)) = exchange.complete(outcome)
-                && answered
-            {
+            let Err(outcome) = exchange.complete(outcome) else { continue };
+            given_up += 1;
+            if outcome.is_ok() && exchange.answered {
                 Late::of(&exchange).emit();
             }
+        }
+        if given_up > 0 {
+            self.shared.lock().in_flight += given_up;
         }
     }
 

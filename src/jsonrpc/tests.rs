@@ -802,6 +802,47 @@ async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_place_of_a_call_that_is_given_up_is_the_next_ones_at_once() {
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder().max_in_flight(1));
+    let now = Deadline::At(Instant::now());
+    // Their frames are written: the connection's task has to hear of it, and does not before the next call.
+    drop(start(&client, request("dropped")).await);
+    let mut expired = start(&client, request("expired").deadline(now)).await;
+    assert_ready_err!(expired.poll());
+    let mut next = start(&client, request("next")).await;
+    drop(expired);
+    let refused = assert_ready_err!(tokio_test::task::spawn(client.request(request("more"))).poll());
+    assert!(matches!(refused.cause(), Cause::Refused(Refusal::Overloaded(_))));
+    wire.send(r#"[{"id":1,"result":0},{"id":2,"result":0},{"id":3,"result":0}]"#).await;
+    assert_ready_ok!(next.poll());
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_given_up_while_its_answer_is_handed_over_gives_one_place_back() {
+    /// Drops another call when the first one is woken.
+    struct Drops(std::sync::Mutex<Option<ResponseFuture>>);
+    impl std::task::Wake for Drops {
+        fn wake(self: Arc<Self>) {
+            let dropped = self.0.lock().unwrap().take();
+            drop(dropped);
+        }
+    }
+
+    let wire = Wire::open();
+    let client = wire.connect(Client::builder());
+    let (mut first, second) = (client.request(request("first")), client.request(request("second")));
+    let waker = Waker::from(Arc::new(Drops(std::sync::Mutex::new(Some(second)))));
+    assert_pending!(Pin::new(&mut first).poll(&mut Context::from_waker(&waker)));
+    settle().await;
+    assert_eq!(client.in_flight(), 2);
+    wire.send(r#"[{"id":1,"result":0},{"id":2,"result":0}]"#).await;
+    assert_ready_ok!(Pin::new(&mut first).poll(&mut Context::from_waker(&waker)));
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn whatever_ends_a_call_it_is_in_flight_no_more() {
     let wire = Wire::new();
     let client = wire.connect(Client::builder().max_line(100));
@@ -809,22 +850,30 @@ async fn whatever_ends_a_call_it_is_in_flight_no_more() {
     let now = Deadline::At(Instant::now());
     let mut expired = start(&client, request("expired").deadline(now)).await;
     assert_ready_err!(expired.poll());
+    assert_eq!(client.in_flight(), 0);
     drop(expired);
     let dropped = start(&client, request("dropped").deadline(now)).await;
-    assert_eq!(client.in_flight(), 2);
+    assert_eq!(client.in_flight(), 1);
     drop(dropped);
+    assert_eq!(client.in_flight(), 0);
     let mut withdrawn = start(&client, request("withdrawn").deadline(now)).await;
     assert_ready_err!(withdrawn.poll());
-    assert_eq!(client.in_flight(), 1);
+    assert_eq!(client.in_flight(), 0);
     wire.accept(usize::MAX / 2).await;
     assert_eq!(client.in_flight(), 0);
     // Given up after it was written.
     let mut expired = start(&client, request("expired").deadline(now)).await;
     assert_ready_err!(expired.poll());
+    assert_eq!(client.in_flight(), 0);
+    drop(expired);
     settle().await;
     assert_eq!(client.in_flight(), 0);
     drop(start(&client, request("dropped")).await);
+    assert_eq!(client.in_flight(), 0);
     settle().await;
+    assert_eq!(client.in_flight(), 0);
+    let telling = tokio_test::task::spawn(client.notify("told", ()));
+    drop(telling);
     assert_eq!(client.in_flight(), 0);
     let mut told = tokio_test::task::spawn(client.notify("told", ()));
     assert_pending!(told.poll());
