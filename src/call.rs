@@ -631,9 +631,12 @@ impl Clone for CallIds {
 /// leaves unmarked has not happened. One that never marks is treated as if all bytes were sent at the
 /// moment that the attempt timed out. One whose call ends alone, without its connection
 /// ([`Scope::Call`](crate::Scope::Call)), before its last byte was marked counts as still being sent.
+// Small, and with what few attempts need in a box: one is made for each attempt of a write.
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,
+    /// Where the write is entered, if it is one that may be replayed.
+    guard: Option<Guard>,
 }
 
 #[derive(Debug, Default)]
@@ -647,11 +650,9 @@ struct ActivityState {
     over: bool,
     /// Whether another write-safety layer, further in, reports what becomes of the attempt.
     taken_over: bool,
-    /// Where the write is entered, if it is one that may be replayed.
-    guard: Option<Guard>,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
-    replaced: Option<Fence>,
+    replaced: Option<Box<Fence>>,
     waker: Option<Waker>,
 }
 
@@ -665,15 +666,15 @@ pub(crate) struct Guard {
 }
 
 impl Activity {
-    /// Of an attempt of a write that its layer may replay.
-    pub(crate) fn guarded(guard: Guard) -> Self {
-        Self { state: Mutex::new(ActivityState { guard: Some(guard), ..ActivityState::default() }) }
+    /// Of an attempt of a write, with what its layer says if it may replay it.
+    #[inline]
+    pub(crate) fn guarded(guard: Option<Guard>) -> Self {
+        Self { guard, ..Self::default() }
     }
 
     /// Whether the layer that may replay the write enters it in that ledger, and has which key for it there.
     pub(crate) fn entered_in(&self, ledger: usize) -> Option<Option<Arc<str>>> {
-        let state = self.lock();
-        let guard = state.guard.as_ref().filter(|guard| guard.ledger == ledger)?;
+        let guard = self.guard.as_ref().filter(|guard| guard.ledger == ledger)?;
         Some(guard.key.clone())
     }
 
@@ -761,7 +762,7 @@ impl Activity {
     ///
     /// A connection that receives this attempt's success all the same reports it: the fence does not hold.
     pub fn replaced_by_fence(&self) -> Option<Fence> {
-        self.lock().replaced.clone()
+        self.lock().replaced.as_deref().cloned()
     }
 
     /// Whether nothing of the attempt was sent, since it was withdrawn.
@@ -786,7 +787,7 @@ impl Activity {
     }
 
     pub(crate) fn set_replaced(&self, fence: Fence) {
-        self.lock().replaced = Some(fence);
+        self.lock().replaced = Some(Box::new(fence));
     }
 
     /// Notes on which generation the attempt runs, and when the connect to it began.

@@ -544,7 +544,7 @@ impl Attempted {
 
     /// Gives the request until then, or until the deadline.
     fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Option<Guard>) -> Self {
-        let activity = Arc::new(guard.map_or_else(Activity::default, Activity::guarded));
+        let activity = Arc::new(Activity::guarded(guard));
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
