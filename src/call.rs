@@ -8,7 +8,7 @@ use std::{
     num::{NonZeroU64, NonZeroUsize},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Waker},
     time::Duration,
@@ -635,8 +635,8 @@ impl Clone for CallIds {
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,
-    /// Where the write is entered, if it is one that may be replayed.
-    guard: Option<Guard>,
+    /// Where the write is entered, if it is one that may be replayed; else zero.
+    ledger: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -650,6 +650,8 @@ struct ActivityState {
     over: bool,
     /// Whether another write-safety layer, further in, reports what becomes of the attempt.
     taken_over: bool,
+    /// The write's conflict key where it is entered.
+    key: Option<Arc<str>>,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
     replaced: Option<Box<Fence>>,
@@ -660,7 +662,7 @@ struct ActivityState {
 #[derive(Debug)]
 pub(crate) struct Guard {
     /// Which ledger it has.
-    pub(crate) ledger: usize,
+    pub(crate) ledger: NonZeroUsize,
     /// The write's conflict key there.
     pub(crate) key: Option<Arc<str>>,
 }
@@ -668,14 +670,22 @@ pub(crate) struct Guard {
 impl Activity {
     /// Of an attempt of a write, with what its layer says if it may replay it.
     #[inline]
-    pub(crate) fn guarded(guard: Option<Guard>) -> Self {
-        Self { guard, ..Self::default() }
+    pub(crate) fn guarded(guard: Option<Guard>) -> Arc<Self> {
+        // Made in its place; what is not zero is told it there.
+        let activity = Arc::<Self>::default();
+        if let Some(Guard { ledger, key }) = guard {
+            activity.ledger.store(ledger.get(), Ordering::Relaxed);
+            if key.is_some() {
+                activity.lock().key = key;
+            }
+        }
+        activity
     }
 
     /// Whether the layer that may replay the write enters it in that ledger, and has which key for it there.
-    pub(crate) fn entered_in(&self, ledger: usize) -> Option<Option<Arc<str>>> {
-        let guard = self.guard.as_ref().filter(|guard| guard.ledger == ledger)?;
-        Some(guard.key.clone())
+    pub(crate) fn entered_in(&self, ledger: NonZeroUsize) -> Option<Option<Arc<str>>> {
+        let entered = self.ledger.load(Ordering::Relaxed) == ledger.get();
+        entered.then(|| self.lock().key.clone())
     }
 
     /// Says that the connection marks this attempt. What another connection withdrew before, and handed
@@ -832,8 +842,13 @@ pub(crate) struct Giver(NonZeroUsize);
 
 impl Giver {
     pub(crate) fn of<T>(shared: &Arc<T>) -> Self {
-        Self(Arc::as_ptr(shared).cast::<()>().addr().try_into().unwrap_or(NonZeroUsize::MIN))
+        Self(address(shared))
     }
+}
+
+/// Tells one from another, as long as both are there.
+pub(crate) fn address<T>(shared: &Arc<T>) -> NonZeroUsize {
+    Arc::as_ptr(shared).cast::<()>().addr().try_into().unwrap_or(NonZeroUsize::MIN)
 }
 
 /// A marking connection has not had the request's last byte accepted yet.

@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashMap,
+    num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -13,6 +14,7 @@ use std::{
 };
 
 use super::ledger::{EntryId, State};
+use crate::call::address;
 
 /// The order of a service's writes, over all of its clones.
 ///
@@ -76,8 +78,8 @@ impl Key {
 
 impl Keys {
     /// Tells one ledger from another, as long as both are there.
-    pub(super) fn number(&self) -> usize {
-        Arc::as_ptr(&self.0).addr()
+    pub(super) fn number(&self) -> NonZeroUsize {
+        address(&self.0)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {

@@ -81,6 +81,11 @@ struct Write<S, Req, Res> {
     call: WriteCall<S, Req, Res>,
 }
 
+/// A write whose service is being called: should that panic, this reports it.
+pub(super) struct Begun<S, Req>(Option<Pin<Box<Write<S, Req, S::Response>>>>)
+where
+    S: Service<Req>;
+
 /// What a write begins with.
 pub(super) struct Parts<S, Req, Res> {
     pub(super) lane: Arc<Lane<S, Req, Res>>,
@@ -214,53 +219,70 @@ where
     pub(super) fn refused(error: CallError) -> Self {
         Self { attempt: None, kind: Kind::Refused(Some(error)) }
     }
+}
 
-    /// A write that is handed over at once.
+impl<S, Req> Begun<S, Req>
+where
+    S: Service<Req>,
+{
+    /// Inlined all the way from where its parts are made. Its place is there before them, so that they are put together
+    /// in it.
     #[inline(always)]
-    pub(super) fn write(
-        parts: impl FnOnce() -> Parts<S, Req, S::Response>,
-        hand_over: impl FnOnce(()) -> S::Future,
-    ) -> Self
-    where
-        Req: Call,
-    {
-        // There before the service is called: should that panic, the destructor reports the write.
-        let mut this = Self::of(WriteCall::new(parts()));
-        if let Kind::Write(write) = &mut this.kind {
-            let call = write.as_mut().project().call;
-            call.count_hand_over();
-            call.handing_over = true;
-        }
-        this.attempt = Some(hand_over(()));
-        if let Kind::Write(write) = &mut this.kind {
-            write.as_mut().project().call.handing_over = false;
-        }
-        this
-    }
-
-    /// A write that its ledger has to enter first.
-    pub(super) fn entering(parts: Parts<S, Req, S::Response>, service: S, request: Req) -> Self {
-        let mut call = WriteCall::new(parts);
-        let Parts { account, name, effect, hold, .. } = &mut call.parts;
-        account.enter(name, *effect, hold.as_deref());
-        call.way = Some(Box::new(Way {
-            service,
-            request,
-            wait: None,
-            waited: Duration::ZERO,
-            readied: true,
-            errand: Errand::First,
-        }));
-        Self::of(call)
-    }
-
-    /// Inlined all the way from where its parts are made, which are then moved once, to the heap.
-    #[inline(always)]
-    fn of(call: WriteCall<S, Req, S::Response>) -> Self {
+    pub(super) fn new(parts: impl FnOnce() -> Parts<S, Req, S::Response>) -> Self {
         let place = Box::new_uninit();
-        Self {
-            attempt: None,
-            kind: Kind::Write(Box::into_pin(Box::write(place, Write { timer: None, call }))),
+        let write = Write { timer: None, call: WriteCall::new(parts()) };
+        Self(Some(Box::into_pin(Box::write(place, write))))
+    }
+
+    /// Hands it over at once.
+    #[inline(always)]
+    pub(super) fn hand_over(mut self, call: impl FnOnce() -> S::Future) -> ResponseFuture<S, Req> {
+        self.set_handing_over(true);
+        let attempt = Some(call());
+        self.set_handing_over(false);
+        ResponseFuture { attempt, kind: self.0.take().map_or(Kind::Done, Kind::Write) }
+    }
+
+    /// Lets its ledger enter it first.
+    #[cold]
+    pub(super) fn enter(mut self, service: S, request: Req) -> ResponseFuture<S, Req> {
+        // It is not handed over: should the ledger panic, there is nothing to report.
+        let write = self.0.take().map(|mut write| {
+            let call = write.as_mut().project().call;
+            let Parts { account, name, effect, hold, .. } = &mut call.parts;
+            account.enter(name, *effect, hold.as_deref());
+            call.way = Some(Box::new(Way {
+                service,
+                request,
+                wait: None,
+                waited: Duration::ZERO,
+                readied: true,
+                errand: Errand::First,
+            }));
+            write
+        });
+        ResponseFuture { attempt: None, kind: write.map_or(Kind::Done, Kind::Write) }
+    }
+
+    #[inline(always)]
+    fn set_handing_over(&mut self, handing_over: bool) {
+        if let Some(write) = &mut self.0 {
+            let call = write.as_mut().project().call;
+            if handing_over {
+                call.count_hand_over();
+            }
+            call.handing_over = handing_over;
+        }
+    }
+}
+
+impl<S, Req> Drop for Begun<S, Req>
+where
+    S: Service<Req>,
+{
+    fn drop(&mut self) {
+        if let Some(mut write) = self.0.take() {
+            write.as_mut().project().call.abandon(false);
         }
     }
 }

@@ -67,7 +67,7 @@ use tower::Service;
 use self::{
     account::Account,
     conflicts::{Conflicts, Hold},
-    future::Parts,
+    future::{Begun, Parts},
     ledger::{AnyLedger, EntryId, LedgerError},
     verdict::DynCheck,
 };
@@ -458,12 +458,10 @@ where
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
         let guard = guard(&self.config, &self.shared, hold.as_deref());
         let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
-        let account = Account::new(id, arguments, first_sent, &self.shared);
-        let kept = if self.config.may_need_request() { replica(&request) } else { None };
         let name = request.name();
-        let parts = move || Parts {
+        let begun = Begun::new(|| Parts {
             lane,
-            kept,
+            kept: if self.config.may_need_request() { replica(&request) } else { None },
             name,
             effect,
             basis,
@@ -472,17 +470,17 @@ where
             current,
             hold,
             keyed,
-            account,
+            account: Account::new(id, arguments, first_sent, &self.shared),
             events,
             outermost,
             above,
-        };
+        });
         if self.shared.ledger.memory().is_some() {
-            return ResponseFuture::write(parts, |_| self.inner.call(request));
+            return begun.hand_over(|| self.inner.call(request));
         }
         // The service that is ready stays so until the ledger has answered.
         let spare = self.inner.clone();
-        ResponseFuture::entering(parts(), mem::replace(&mut self.inner, spare), request)
+        begun.enter(mem::replace(&mut self.inner, spare), request)
     }
 
     /// Whether a write with that conflict key may be handed over.
@@ -544,7 +542,7 @@ impl Attempted {
 
     /// Gives the request until then, or until the deadline.
     fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Option<Guard>) -> Self {
-        let activity = Arc::new(Activity::guarded(guard));
+        let activity = Activity::guarded(guard);
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
