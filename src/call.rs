@@ -648,8 +648,14 @@ struct ActivityState {
     /// Whether there is more than one copy of the attempt, so that the end of one does not say that nothing was sent.
     copied: bool,
     over: bool,
-    /// Whether another write-safety layer, further in, reports what becomes of the attempt.
+    /// Whether another write-safety layer, further in, has the attempt, and reports what becomes of it.
     taken_over: bool,
+    /// Whether one has told that it is in doubt.
+    told: bool,
+    /// Whether one had it and its call ended otherwise than as not done.
+    gone: bool,
+    /// The attempt of a layer further out of which this one is a part.
+    above: Option<Arc<Activity>>,
     /// The write's conflict key where it is entered.
     key: Option<Arc<str>>,
     sent_at: Option<Instant>,
@@ -699,7 +705,7 @@ impl Activity {
         let mut state = self.lock();
         // A connection that has it already, and has not withdrawn it.
         state.copied |= state.adopted && !state.withdrawn;
-        if state.over && !off!(AttemptTime) {
+        if state.is_over() && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
@@ -759,13 +765,46 @@ impl Activity {
         }
     }
 
-    /// Says that a layer further in reports what becomes of the attempt.
-    pub(crate) fn take_over(&self) {
-        self.lock().taken_over = true;
+    /// Says that a layer further in reports what becomes of the attempt. `false` as for [`Activity::adopt`].
+    pub(crate) fn take_over(&self) -> bool {
+        let mut state = self.lock();
+        if state.is_over() && !off!(AttemptTime) {
+            state.withdrawn = true;
+            return false;
+        }
+        // Another copy, which is there still or was sent.
+        state.copied |= state.taken_over || state.gone;
+        state.taken_over = true;
+        true
     }
 
+    /// It is over there, and so it ended: that layer has told that it is in doubt, or leaves what comes after it to
+    /// this one.
+    pub(crate) fn give_the_report_back(&self, told: bool, not_done: bool) {
+        let mut state = self.lock();
+        state.taken_over = false;
+        state.told |= told;
+        state.gone |= !not_done;
+    }
+
+    /// Whether a layer further in had a copy of the attempt of which something may have been sent.
+    pub(crate) fn has_gone(&self) -> bool {
+        self.lock().gone
+    }
+
+    /// Says of which attempt of a layer further out this one is a part: it is over when that one is.
+    pub(crate) fn is_within(&self, above: &Arc<Self>) {
+        self.lock().above = Some(Arc::clone(above));
+    }
+
+    fn is_over(&self) -> bool {
+        self.lock().is_over()
+    }
+
+    /// Whether another layer reports what becomes of the attempt, or has.
     pub(crate) fn is_taken_over(&self) -> bool {
-        self.lock().taken_over
+        let state = self.lock();
+        state.taken_over || state.told
     }
 
     /// The fence by which a later attempt replaced this one, if one did.
@@ -775,10 +814,15 @@ impl Activity {
         self.lock().replaced.as_deref().cloned()
     }
 
+    /// What was withdrawn so far says nothing of what the attempt's future does from now on.
+    pub(crate) fn forget_withdrawal(&self) {
+        self.lock().withdrawn = false;
+    }
+
     /// Whether nothing of the attempt was sent, since it was withdrawn.
     pub(crate) fn was_withdrawn(&self) -> bool {
         let state = self.lock();
-        state.withdrawn && !state.copied
+        state.withdrawn && !state.copied && !state.gone
     }
 
     /// When the last byte was sent: `Err` while a marking connection still has bytes to send, `Ok(None)`
@@ -808,7 +852,7 @@ impl Activity {
         let mut state = self.lock();
         // Another one, which has not come back.
         state.copied |= state.given.contains(&Some(by));
-        if state.over && !off!(AttemptTime) {
+        if state.is_over() && !off!(AttemptTime) {
             state.withdrawn = true;
             return false;
         }
@@ -833,6 +877,12 @@ impl Activity {
 
     fn lock(&self) -> MutexGuard<'_, ActivityState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ActivityState {
+    fn is_over(&self) -> bool {
+        self.over || self.above.as_deref().is_some_and(Activity::is_over)
     }
 }
 
@@ -1108,6 +1158,42 @@ mod tests {
         assert!(activity.adopt() && activity.adopt());
         activity.withdrawn();
         assert!(activity.was_copied() && !activity.was_withdrawn());
+    }
+
+    #[test]
+    fn a_part_of_an_attempt_is_over_with_it_and_nobody_begins_with_one() {
+        let (outer, middle, inner) =
+            (Arc::new(Activity::default()), Arc::new(Activity::default()), Activity::default());
+        middle.is_within(&outer);
+        inner.is_within(&middle);
+        let layer = Arc::new(0);
+        assert!(inner.adopt() && inner.on_generation(1, Instant::now(), Giver::of(&layer)));
+        inner.given_back(Giver::of(&layer));
+        outer.close();
+        assert!(!inner.on_generation(2, Instant::now(), Giver::of(&layer)) && inner.was_withdrawn());
+        assert!(!middle.take_over() && middle.was_withdrawn());
+        assert!(!inner.adopt());
+    }
+
+    #[test]
+    fn a_copy_that_a_layer_further_in_had_and_did_not_give_back_unsent_was_sent() {
+        let activity = Activity::default();
+        // Handed back, and over again: there is one of it.
+        for _ in 0..2 {
+            assert!(activity.take_over());
+            assert!(activity.is_taken_over());
+            activity.give_the_report_back(false, true);
+            activity.withdrawn();
+            assert!(activity.was_withdrawn() && !activity.was_copied() && !activity.is_taken_over());
+        }
+        assert!(activity.take_over());
+        activity.give_the_report_back(true, false);
+        assert!(activity.has_gone() && !activity.was_withdrawn());
+        // Once it was told that it is in doubt, nobody tells that again.
+        assert!(activity.is_taken_over());
+        assert!(activity.take_over() && activity.was_copied());
+        let two = Activity::default();
+        assert!(two.take_over() && two.take_over() && two.was_copied());
     }
 
     #[test]

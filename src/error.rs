@@ -553,8 +553,13 @@ impl CallError {
 
     /// Gives the request back, since nothing of it was sent.
     pub(crate) fn with_request<R: Send + 'static>(mut self, request: R) -> Self {
-        self.0.request = Mutex::new(Some(Box::new(request)));
+        self.give_request(request);
         self
+    }
+
+    /// Puts back the request that was taken.
+    pub(crate) fn give_request<R: Send + 'static>(&mut self, request: R) {
+        self.0.request = Mutex::new(Some(Box::new(request)));
     }
 
     /// Takes the request that was handed back, if it is one of that type.
@@ -695,7 +700,22 @@ impl CallError {
 
     /// What follows from this end of an attempt.
     pub(crate) fn rule(&self, effect: Effect, trusted: bool) -> crate::Rule {
+        // What its last attempt ended with says nothing of one before it that is in doubt.
+        let is_final = self.delivery() == Delivery::Answered || matches!(self.0.cause, Cause::Deadline);
+        if effect.is_write() && !is_final && self.is_doubtful_before_its_end() {
+            return crate::Rule::Check;
+        }
         crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted)
+    }
+
+    /// Whether an attempt before the last one is in doubt: a layer further in has made more than one.
+    fn is_doubtful_before_its_end(&self) -> bool {
+        self.0.attempts.split_last().is_some_and(|(_, earlier)| earlier.iter().any(Attempt::is_in_doubt))
+    }
+
+    /// Whether all attempts have come back without having been processed.
+    pub(crate) fn is_given_back(&self) -> bool {
+        matches!(self.delivery(), Delivery::NotSent | Delivery::NotProcessed) && !self.is_in_doubt()
     }
 
     /// Whether an attempt that no verdict settled is ambiguous.

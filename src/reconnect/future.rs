@@ -289,7 +289,7 @@ where
                 StateProj::Done => return Poll::Pending,
             };
             let mut error = call.ended(error, local);
-            if matches!(error.delivery(), Delivery::NotSent | Delivery::NotProcessed)
+            if error.is_given_back()
                 && let Some(activity) = &call.activity
             {
                 activity.given_back(Giver::of(&local.shared));

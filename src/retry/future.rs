@@ -67,6 +67,8 @@ struct Read<S, Req> {
     /// What another attempt is made from.
     kept: Req,
     outermost: bool,
+    /// Whether the attempts' marks are this layer's.
+    owns_marks: bool,
     /// Made when the first attempt has failed.
     progress: Option<Box<Progress<Req>>>,
 }
@@ -123,8 +125,17 @@ where
             until,
             stood: until.and_then(|_| stood(&kept)),
             polled: false,
-            kind: Kind::Read(Read { handle, kept, outermost, progress: None }),
+            kind: Kind::Read(Read { handle, kept, outermost, owns_marks: false, progress: None }),
         }
+    }
+
+    /// Whether the attempts of a read are marked where this layer alone looks.
+    #[inline(always)]
+    pub(super) fn with_marks(mut self, owned: bool) -> Self {
+        if let Kind::Read(read) = &mut self.kind {
+            read.owns_marks = owned;
+        }
+        self
     }
 
     #[inline]
@@ -222,6 +233,7 @@ where
                             return Poll::Ready(Err(read.ended(error)));
                         }
                         (Poll::Pending, Some(Over::Attempt)) => {
+                            read.give_up_attempt();
                             CallError::attempt_timeout(Delivery::Ambiguous)
                         }
                         (Poll::Pending, None) => {
@@ -337,6 +349,16 @@ impl<S, Req: Call> Read<S, Req> {
     /// Whether a layer further in takes the call for a write, and reports what becomes of it.
     fn is_a_write_inside(&self) -> bool {
         self.kept.context().activity().is_some_and(|activity| activity.is_taken_over())
+    }
+
+    /// Whoever holds the attempt up must not begin with it any more: it may be a write there. The next one has marks of
+    /// its own.
+    fn give_up_attempt(&mut self) {
+        let own = self.kept.context().activity().filter(|_| self.owns_marks);
+        if let Some(activity) = own {
+            activity.close();
+            self.kept.context_mut().set_activity(Some(Arc::default()));
+        }
     }
 
     /// Ready once the attempt has taken long enough.

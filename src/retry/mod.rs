@@ -169,9 +169,8 @@ where
             let refusal = CallError::refused(Refusal::Config(wrong));
             return ResponseFuture::refused(refusal.of_request(&request, effect));
         }
-        if !effect.is_write() && self.options.attempt_timeout.is_some() {
-            Self::ask_what_it_is(request.context_mut());
-        }
+        let asks = !effect.is_write() && self.options.attempt_timeout.is_some();
+        let owns_marks = asks && Self::ask_what_it_is(request.context_mut());
         let kept = if effect.is_write() { None } else { replica(&request) };
         let Some(kept) = kept else {
             let report = Report::of(request.context(), outermost);
@@ -179,18 +178,20 @@ where
         };
         let handle = self.handle();
         let until = handle.options.attempt_timeout.and_then(|limit| bound(request.context_mut(), limit));
-        ResponseFuture::read(self.inner.call(request), handle, kept, until, outermost)
+        ResponseFuture::read(self.inner.call(request), handle, kept, until, outermost).with_marks(owns_marks)
     }
 }
 
 impl<S> Retry<S> {
     /// A write-safety layer further in may take the call for a write. Where an attempt may end here before that layer
-    /// has said anything, it says so by this.
+    /// has said anything, it says so by this. Whether it does not by what somebody further out has given the call.
     #[inline(never)]
-    fn ask_what_it_is(context: &mut CallContext) {
-        if context.activity().is_none() {
+    fn ask_what_it_is(context: &mut CallContext) -> bool {
+        let none = context.activity().is_none();
+        if none {
             context.set_activity(Some(Arc::default()));
         }
+        none
     }
 }
 

@@ -81,8 +81,10 @@ struct Write<S, Req, Res> {
     call: WriteCall<S, Req, Res>,
 }
 
+type Boxed<S, Req> = Pin<Box<Write<S, Req, <S as Service<Req>>::Response>>>;
+
 /// A write whose service is being called: should that panic, this reports it.
-pub(super) struct Begun<S, Req>(Option<Pin<Box<Write<S, Req, S::Response>>>>)
+pub(super) struct Begun<S, Req>(Option<Boxed<S, Req>>)
 where
     S: Service<Req>;
 
@@ -105,8 +107,15 @@ pub(super) struct Parts<S, Req, Res> {
     pub(super) account: Account,
     pub(super) events: Events,
     pub(super) outermost: bool,
-    /// The marks of a layer further out that leaves the report to this one.
-    pub(super) above: Option<Arc<Activity>>,
+    /// Of a layer further out that leaves the report to this one.
+    pub(super) above: Option<Box<Above>>,
+}
+
+/// What a layer further out gave the request.
+pub(super) struct Above {
+    /// Its marks.
+    pub(super) activity: Arc<Activity>,
+    pub(super) attempt_until: Option<Instant>,
 }
 
 struct WriteCall<S, Req, Res> {
@@ -530,7 +539,9 @@ where
         }
         // What a check found begun was sent and processed, whatever its end says; and of several copies one end says
         // nothing of the others.
-        let doubtful = self.was_found_begun() || self.parts.current.activity.was_copied();
+        let activity = &self.parts.current.activity;
+        let doubtful =
+            self.was_found_begun() || activity.was_copied() || (error.is_given_back() && activity.has_gone());
         if doubtful {
             error.contradicted();
         }
@@ -859,6 +870,9 @@ where
                 self.parts.current = Attempted::bounded(&mut request, end, self.guard());
             }
         }
+        if let Some(above) = &self.parts.above {
+            self.parts.current.activity.is_within(&above.activity);
+        }
         // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
         // connection remembers it and tells the server.
         put_down(attempt.as_mut());
@@ -1153,9 +1167,13 @@ where
 
     /// The end of the call: its entry in the ledger, one report, and the attempts into the error. Where the ledger
     /// has to be waited for, what is left of the call is that.
-    fn close(&mut self, result: Result<S::Response, CallError>) -> Closed<S::Response> {
+    fn close(&mut self, mut result: Result<S::Response, CallError>) -> Closed<S::Response> {
         if result.is_ok() && self.is_plain() {
+            self.give_the_report_back(false, false);
             return Ok(result);
+        }
+        if let Err(error) = &mut result {
+            self.hand_back(error);
         }
         let trail = self.trail.take();
         let in_between = trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
@@ -1198,6 +1216,7 @@ where
             (None, Err(error)) if doubtful => error.notes().last().map(str::to_owned),
             (None, _) => None,
         };
+        self.give_the_report_back(doubtful && result.is_err(), outcome == Some(Outcome::NotDone));
         // First the ledger: whoever is told of the doubt finds it there.
         let state = self.state(&result, reason.as_deref());
         let step = self.enter_end(&state);
@@ -1223,6 +1242,17 @@ where
                 Err(Box::new(self.parts.account.closing(step, state, result, news, method, hold, until)))
             }
         }
+    }
+
+    /// A request that was handed back goes on as it came: what this layer has put into it would tell those that have it
+    /// next that this layer still answers for it.
+    fn hand_back(&self, error: &mut CallError) {
+        let Some(mut request) = error.take_request_of::<Req>(Some(self.parts.call)) else { return };
+        let context = request.context_mut();
+        context.set_guarded(false);
+        context.set_activity(self.parts.above.as_ref().map(|above| Arc::clone(&above.activity)));
+        context.set_attempt_until(self.parts.above.as_ref().and_then(|above| above.attempt_until));
+        error.give_request(request);
     }
 
     fn doubt_report(
@@ -1343,6 +1373,15 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         by && (has_outlived(doubt.beside.as_ref()) || has_outlived(last))
     }
 
+    /// The call is over here. A layer further out reports what becomes of it from now on, unless this one, or one
+    /// further in, has told that it is in doubt.
+    #[inline]
+    fn give_the_report_back(&self, told: bool, not_done: bool) {
+        if let Some(above) = &self.parts.above {
+            above.activity.give_the_report_back(told, not_done);
+        }
+    }
+
     /// What the ledger says of the write from now on.
     fn state(&self, result: &Result<Res, CallError>, reason: Option<&str>) -> State {
         let by_check = || State::Landed { by: "check".to_owned() };
@@ -1393,6 +1432,14 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         }
     }
 
+    /// Of an attempt that has gone on since a connection marked it withdrawn, only its end counts: a service in between
+    /// may have sent it elsewhere, over one that marks nothing.
+    fn forget_withdrawals(&self) {
+        if self.polled {
+            self.parts.current.activity.forget_withdrawal();
+        }
+    }
+
     /// The caller went away. `pending` says whether an attempt may still be with the server.
     fn abandon(&mut self, pending: bool) {
         self.parts.current.activity.close();
@@ -1413,9 +1460,10 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
         };
+        self.give_the_report_back(in_doubt, !in_doubt);
         if let Some(outer) = self.parts.above.as_ref().filter(|_| !in_doubt) {
             // That layer cannot see it, and its key would stay blocked with nobody told.
-            outer.withdrawn();
+            outer.activity.withdrawn();
         }
         self.parts.account.interrupt();
         let _ = self.enter_end(&state);
@@ -1512,6 +1560,7 @@ where
         if let Kind::Write(write) = this.kind {
             // The attempt goes first: its connection marks whether it could still be withdrawn.
             let pending = this.attempt.is_some();
+            write.as_mut().project().call.forget_withdrawals();
             put_down(this.attempt.as_mut());
             write.as_mut().project().call.abandon(pending);
         }

@@ -24,7 +24,8 @@
 //!
 //! A write is replayed once in all, also where such layers are nested: the outermost that may replay has it,
 //! those further in pass it through, and one further out that [refuses](WriteSafetyLayer::refuse) replays
-//! leaves the report to it. Of a write that passes, a layer further in
+//! leaves the report to it, as long as it has the write: what becomes doubtful after that layer has ended its call, or
+//! on another way past it, the outer one reports. Of a write that passes, a layer further in
 //!
 //! - counts each attempt as handed over, so that none of its own replays lands on top of it, and turns it away where
 //!   its [conflict key](WriteSafetyLayer::conflict_key) is in doubt;
@@ -67,7 +68,7 @@ use tower::Service;
 use self::{
     account::Account,
     conflicts::{Conflicts, Hold},
-    future::{Begun, Parts},
+    future::{Above, Begun, Parts},
     ledger::{AnyLedger, EntryId, LedgerError},
     verdict::DynCheck,
 };
@@ -80,7 +81,7 @@ pub use self::{
     verdict::{EffectCheck, InDoubt, Verdict, VerdictKind},
 };
 use crate::{
-    Activity, Basis, Call, CallError, CallId, Deadline, Effect, Evidence, Refusal,
+    Activity, Basis, Call, CallError, CallId, Deadline, Delivery, Effect, Evidence, Refusal,
     call::{CallIds, Guard, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
@@ -335,12 +336,23 @@ where
         if context.is_guarded() {
             return self.pass_on(request, call, effect, basis, outermost);
         }
-        let above = context.take_activity();
-        if let Some(outer) = &above {
-            outer.take_over();
-        }
+        let attempt_until = context.attempt_until();
+        let above = match context.take_activity() {
+            Some(activity) if activity.take_over() => Some(Box::new(Above { activity, attempt_until })),
+            Some(activity) => return Self::too_late(request, activity, effect),
+            None => None,
+        };
+        let context = request.context_mut();
         context.set_guarded(self.config.may_replay());
         self.begin(request, call, effect, basis, outermost, above, now)
+    }
+
+    /// It was held up on its way here, and a layer further out no longer counts on it.
+    #[cold]
+    fn too_late(mut request: Req, activity: Arc<Activity>, effect: Effect) -> ResponseFuture<S, Req> {
+        request.context_mut().set_activity(Some(activity));
+        let error = CallError::attempt_timeout(Delivery::NotSent).of_request(&request, effect);
+        ResponseFuture::refused(error.with_attempt(None).with_request(request))
     }
 
     /// Hands a write over for which a layer further out answers.
@@ -421,7 +433,7 @@ where
         effect: Effect,
         basis: Basis,
         outermost: bool,
-        above: Option<Arc<Activity>>,
+        above: Option<Box<Above>>,
         now: Option<Instant>,
     ) -> ResponseFuture<S, Req> {
         let id = EntryId::of(call);
@@ -431,8 +443,9 @@ where
             Some(key) => match self.admit(&request, effect, id, key) {
                 Ok(hold) => Some(hold),
                 Err(error) => {
-                    if let Some(outer) = above {
-                        outer.withdrawn();
+                    if let Some(Above { activity, .. }) = above.as_deref() {
+                        activity.give_the_report_back(false, true);
+                        activity.withdrawn();
                     }
                     return ResponseFuture::refused(error);
                 }
@@ -458,6 +471,9 @@ where
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
         let guard = guard(&self.config, &self.shared, hold.as_deref());
         let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
+        if let Some(above) = &above {
+            current.activity.is_within(&above.activity);
+        }
         let name = request.name();
         let begun = Begun::new(|| Parts {
             lane,

@@ -1,0 +1,446 @@
+//! Layers and stacks within others: over gateways, beside retries, around queues. Of each write one layer answers at any
+//! moment, and whoever has it next is told so.
+
+mod lab;
+
+use std::{
+    future::ready,
+    sync::{Arc, Mutex},
+};
+
+use goaround::{
+    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack, Tagged,
+    WriteSafetyLayer,
+    write_safety::{
+        KeyedAnswer, KeyedWrites,
+        ledger::{Ledger, MemoryLedger},
+    },
+};
+use lab::*;
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
+
+type Safety = WriteSafetyLayer<Req, Res>;
+
+fn ambiguous() -> CallError {
+    CallError::ambiguous("reset")
+}
+
+fn keyed(window: std::time::Duration) -> Safety {
+    Safety::refuse().keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(window))
+}
+
+// ----- an error whose last attempt was not sent, of a write that is unknown
+
+/// A replay by a key is withdrawn when the key's time is over. A layer around it that never replays hands it over again.
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_refuses_replays_hands_no_write_over_again_that_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).connect(Connect::Ok).connect(Connect::After(15 * SECOND));
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(Safety::refuse())
+        .layer(keyed(10 * SECOND))
+        .layer(ReconnectLayer::once())
+        .service(lab.connector());
+    let result = service.oneshot(write()).await;
+    assert_eq!(lab.writes(), 1, "sent again after the key's time");
+    assert_eq!(result.unwrap_err().outcome(), Outcome::Unknown);
+}
+
+/// The control: without the outer layer nothing of it is sent again.
+#[tokio::test(start_paused = true)]
+async fn without_an_outer_layer_a_key_whose_time_is_over_leaves_the_write_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).connect(Connect::Ok).connect(Connect::After(15 * SECOND));
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(keyed(10 * SECOND))
+        .layer(ReconnectLayer::once())
+        .service(lab.connector());
+    let result = service.oneshot(write()).await;
+    assert_eq!(lab.writes(), 1);
+    assert_eq!(result.unwrap_err().outcome(), Outcome::Unknown);
+}
+
+/// The same by a reconnect layer around: what its connection is made of has attempted the write before. W1 is idempotent
+/// and lost, and its replay finds no connection. It is handed over again all the same, on top of W2, which was answered
+/// meanwhile.
+#[tokio::test(start_paused = true)]
+async fn a_reconnect_layer_hands_no_write_over_again_that_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).write(answer(1));
+    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
+    let inner = lab.clone();
+    let connects = Arc::new(Mutex::new(0));
+    let connector = service_fn(move |()| {
+        let safety = Safety::refuse().replay_idempotent();
+        let service = safety.layer(ReconnectLayer::once().layer(inner.connector()));
+        let first = std::mem::replace(&mut *connects.lock().unwrap(), 1) == 0;
+        async move {
+            if !first {
+                tokio::time::sleep(5 * SECOND).await;
+            }
+            Ok::<_, BoxError>(service)
+        }
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(ReconnectLayer::once())
+        .service(connector);
+    let idempotent = || Tagged::new("w", Effect::Idempotent).named("put");
+    let error = service.clone().oneshot(idempotent()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
+    assert_eq!(service.oneshot(idempotent()).await.unwrap(), 2);
+    assert_eq!(lab.writes(), 2, "W1, W2, and W1 again over it");
+}
+
+// ----- a request that is handed back
+
+/// The connections of a gateway are whole stacks. One gives a write back of which nothing was sent; the next one takes
+/// it for one that a layer further out answers for.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_handed_back_is_checked_and_reported_on_the_next_connection() {
+    for outer_layer in [true, false] {
+        let lab = Lab::new();
+        lab.readiness(Readiness::Dead).readiness(Readiness::Dead);
+        lab.write(fail(ambiguous()));
+        let inner = lab.clone();
+        let connector = service_fn(move |()| {
+            let log = inner.log.clone();
+            let check = WriteSafetyLayer::new(move |doubt: Doubt| {
+                log.note("check");
+                async move { Ok(doubt.landed(7)) }
+            });
+            ready(Ok::<_, BoxError>(check.layer(ReconnectLayer::once().layer(inner.connector()))))
+        });
+        let deadline = DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink());
+        let result = match outer_layer {
+            true => {
+                let service = ServiceBuilder::new().layer(deadline).layer(Safety::refuse());
+                service.layer(ReconnectLayer::once()).service(connector).oneshot(write()).await
+            }
+            false => {
+                let service = ServiceBuilder::new().layer(deadline).layer(ReconnectLayer::once());
+                service.service(connector).oneshot(write()).await
+            }
+        };
+        assert_eq!(lab.writes(), 1);
+        assert_eq!(lab.events.doubts(), 1, "nobody reports it, outer layer: {outer_layer}");
+        assert_eq!(result.unwrap(), 7);
+    }
+}
+
+/// What the ledger says of it meanwhile: the first layer has closed its entry as not landed, and the next one makes none.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_handed_back_is_in_the_ledger_when_it_is_sent_over_the_next_connection() {
+    let lab = Lab::new();
+    lab.readiness(Readiness::Dead).readiness(Readiness::Dead);
+    lab.write(fail(ambiguous()));
+    let ledger = MemoryLedger::new();
+    let (inner, given) = (lab.clone(), ledger.clone());
+    let connector = service_fn(move |()| {
+        let check = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok(doubt.unknown("tested")) });
+        let check = check.ledger(given.clone());
+        ready(Ok::<_, BoxError>(check.layer(ReconnectLayer::once().layer(inner.connector()))))
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(ReconnectLayer::once());
+    let error = service.service(connector).oneshot(write()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
+    assert_eq!((lab.events.doubts(), ledger.in_doubt().await.unwrap().len()), (1, 1));
+}
+
+/// And whose caller goes away.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_handed_back_and_is_dropped_on_the_next_connection_is_reported() {
+    let lab = Lab::new();
+    lab.readiness(Readiness::Dead).readiness(Readiness::Dead);
+    lab.write(hang());
+    let inner = lab.clone();
+    let connector = service_fn(move |()| {
+        let check = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok(doubt.unknown("tested")) });
+        ready(Ok::<_, BoxError>(check.layer(ReconnectLayer::once().layer(inner.connector()))))
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(ReconnectLayer::once());
+    let call = service.service(connector).oneshot(write());
+    assert!(tokio::time::timeout(ms(100), call).await.is_err());
+    assert_eq!((lab.writes(), lab.events.abandoned()), (1, 1));
+}
+
+// ----- a layer further in has taken the report over, and has nothing to report
+
+async fn reports(lab: &Lab, ledgers: [goaround::write_safety::ledger::AnyLedger; 2]) -> (usize, usize) {
+    let mut entries = 0;
+    for ledger in ledgers {
+        entries += ledger.in_doubt().await.unwrap().len();
+    }
+    (lab.events.doubts() + lab.events.abandoned(), entries)
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_the_outer_layer_reads_as_in_progress_is_reported() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::answered("in progress")));
+    let answers = |answer: Result<&Res, &CallError>| {
+        answer.err().map(|_| KeyedAnswer::InFlight { recheck_after: SECOND })
+    };
+    let outer = Safety::refuse().keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).answers(answers));
+    let inner = Safety::refuse().on_event(lab.events.sink()).layer(lab.connection());
+    let inner_ledger = inner.ledger();
+    let outer = outer.on_event(lab.events.sink()).layer(inner);
+    let ledgers = [outer.ledger(), inner_ledger];
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_fails_between_the_layers_once_it_was_answered_is_reported() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let inner = Safety::refuse().on_event(lab.events.sink()).layer(lab.connection());
+    let inner_ledger = inner.ledger();
+    let between = inner.and_then(|_: Res| ready(Err::<Res, _>(CallError::ambiguous("cannot be decoded"))));
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
+    let ledgers = [outer.ledger(), inner_ledger];
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_dropped_between_the_layers_once_it_was_answered_is_reported() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let inner = Safety::refuse().on_event(lab.events.sink()).layer(lab.connection());
+    let inner_ledger = inner.ledger();
+    let between = inner.and_then(|response: Res| async move {
+        // It keeps the answer somewhere, which takes a while.
+        tokio::time::sleep(SECOND).await;
+        Ok(response)
+    });
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
+    let ledgers = [outer.ledger(), inner_ledger];
+    assert!(tokio::time::timeout(ms(100), outer.oneshot(write())).await.is_err());
+    assert_eq!(lab.writes(), 1);
+    assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
+
+/// The control of all three: without the inner layer.
+#[tokio::test(start_paused = true)]
+async fn without_an_inner_layer_the_outer_one_reports_a_write_that_is_dropped() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let between = lab.connection().and_then(|response: Res| async move {
+        tokio::time::sleep(SECOND).await;
+        Ok(response)
+    });
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
+    let ledgers = [outer.ledger(), outer.ledger()];
+    assert!(tokio::time::timeout(ms(100), outer.oneshot(write())).await.is_err());
+    assert_eq!(reports(&lab, ledgers).await, (1, 2));
+}
+
+/// A stack that is down, and a plain connection in its place.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_a_stack_refuses_and_another_connection_loses_is_reported() {
+    let (down, lab) = (Lab::new(), Lab::new());
+    down.connect(Connect::Fail);
+    lab.write(fail(ambiguous()));
+    let stack = Safety::refuse().on_event(lab.events.sink());
+    let stack = stack.layer(ReconnectLayer::once().layer(down.connector()));
+    let inner_ledger = stack.ledger();
+    let plain = lab.connection();
+    let either = service_fn(move |call: Req| -> Answer {
+        let (again, mut plain) = (call.try_clone().unwrap(), plain.clone());
+        let first: Answer = Box::pin(stack.clone().oneshot(call));
+        Box::pin(async move {
+            match first.await {
+                Err(error) if error.outcome() == Outcome::NotDone => plain.call(again).await,
+                result => result,
+            }
+        })
+    });
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(either);
+    let ledgers = [outer.ledger(), inner_ledger];
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
+    assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
+
+// ----- withdrawn from one connection, and sent over one that marks nothing
+
+/// Of two copies no one `ReconnectLayer` sees both here, so that this is within the limit that is documented.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_one_connection_never_got_and_another_one_has_is_reported_when_it_is_dropped() {
+    let (down, lab) = (Lab::new(), Lab::new());
+    down.connect(Connect::Hang);
+    lab.write(hang());
+    let primary = ReconnectLayer::once().layer(down.connector());
+    let plain = lab.connection();
+    let either = service_fn(move |call: Req| -> Answer {
+        let (again, mut plain) = (call.try_clone().unwrap(), plain.clone());
+        let first: Answer = Box::pin(primary.clone().oneshot(call));
+        Box::pin(async move {
+            match tokio::time::timeout(SECOND, first).await {
+                Err(_) => plain.call(again).await,
+                Ok(result) => result,
+            }
+        })
+    });
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(either);
+    let ledger = outer.ledger();
+    assert!(tokio::time::timeout(5 * SECOND, outer.oneshot(write())).await.is_err());
+    assert_eq!(lab.writes(), 1);
+    assert_eq!((lab.events.abandoned(), ledger.in_doubt().await.unwrap().len()), (1, 1));
+}
+
+/// As b1, with whole stacks: a stack whose connections are stacks.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_handed_back_by_one_stack_is_checked_and_reported_by_the_next() {
+    let lab = Lab::new();
+    lab.readiness(Readiness::Dead).readiness(Readiness::Dead);
+    lab.write(fail(ambiguous()));
+    let inner = lab.clone();
+    let connector = service_fn(move |()| {
+        let stack = Stack::builder(inner.connector())
+            .check(|doubt: Doubt| async move { Ok(doubt.landed(7)) })
+            .on_event(inner.events.sink())
+            .build();
+        ready(stack.map_err(BoxError::from))
+    });
+    let outer = Stack::builder(connector).on_event(lab.events.sink()).build().unwrap();
+    let result = outer.send(write()).await;
+    assert_eq!((lab.writes(), lab.events.doubts()), (1, 1));
+    assert_eq!(result.unwrap(), 7);
+}
+
+// ----- copies that go through a layer further in
+
+/// `that_another_copy_was_not_sent_does_not_say_that_the_write_was_not`, with a layer that refuses replays further in.
+#[tokio::test(start_paused = true)]
+async fn that_another_copy_was_not_sent_does_not_say_that_the_write_was_not_over_a_stack_either() {
+    for nested in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).connect(Connect::Ok).connect(Connect::Fail);
+        let reconnect = ReconnectLayer::once().layer(lab.connector());
+        let below = match nested {
+            true => BoxCloneService::new(Safety::refuse().on_event(lab.events.sink()).layer(reconnect)),
+            false => BoxCloneService::new(reconnect),
+        };
+        let twice = service_fn(move |call: Req| -> Answer {
+            let again = call.try_clone().unwrap();
+            let first: Answer = Box::pin(below.clone().oneshot(call));
+            let second: Answer = Box::pin(below.clone().oneshot(again));
+            Box::pin(async move {
+                let _ = first.await;
+                second.await
+            })
+        });
+        let service =
+            DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()).layer(Safety::refuse().layer(twice));
+        let error = service.oneshot(write()).await.unwrap_err();
+        assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown), "nested: {nested}: {error}");
+    }
+}
+
+// ----- what is held up above a layer further in
+
+/// A queue with a task of its own, which holds each request up for so long and then calls on, whoever waits.
+fn held_up<S>(
+    below: S,
+    wait: std::time::Duration,
+) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static
+where
+    S: Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static,
+{
+    let below = BoxCloneService::new(below);
+    service_fn(move |request: Req| -> Answer {
+        let answer: Answer = Box::pin(below.clone().oneshot(request));
+        let held_up = tokio::spawn(async move {
+            tokio::time::sleep(wait).await;
+            answer.await
+        });
+        Box::pin(async move { held_up.await.unwrap() })
+    })
+}
+
+/// `what_a_task_below_holds_up_is_not_sent_once_its_call_is_over`, with a layer that refuses replays further in.
+#[tokio::test(start_paused = true)]
+async fn what_is_held_up_above_a_stack_is_not_sent_once_its_call_is_over() {
+    for nested in [false, true] {
+        let lab = Lab::new();
+        lab.write(marked(ms(0), ms(10), Ok(1)));
+        let reconnect = ReconnectLayer::once().layer(lab.connector());
+        let below = match nested {
+            true => BoxCloneService::new(Safety::refuse().on_event(lab.events.sink()).layer(reconnect)),
+            false => BoxCloneService::new(reconnect),
+        };
+        let service = ServiceBuilder::new()
+            .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+            .layer(Safety::refuse())
+            .service(held_up(below, 20 * SECOND));
+        assert!(tokio::time::timeout(10 * SECOND, service.oneshot(write())).await.is_err());
+        assert_eq!(lab.events.abandoned(), 1);
+        tokio::time::sleep(30 * SECOND).await;
+        assert_eq!(lab.writes(), 0, "nested: {nested}");
+    }
+}
+
+/// Of retries outside of a layer that takes the call for a write: an attempt whose time was up before that layer got it.
+#[tokio::test(start_paused = true)]
+async fn retries_outside_do_not_send_twice_what_is_a_write_inside() {
+    let lab = Lab::new();
+    lab.write(later(10 * SECOND, Ok(1))).write(later(10 * SECOND, Ok(2)));
+    let inside = Safety::refuse().classify(|_| Some(Effect::Write)).on_event(lab.events.sink());
+    let inside = inside.layer(ReconnectLayer::once().layer(lab.connector()));
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(RetryReadOnly.attempt_timeout(SECOND))
+        .service(held_up(inside, 2 * SECOND));
+    let error = service.oneshot(read()).await.unwrap_err();
+    tokio::time::sleep(30 * SECOND).await;
+    assert_eq!((lab.writes(), error.outcome()), (0, Outcome::NoAnswer), "{:?}", lab.log.timed());
+}
+
+/// With whole stacks, of which the outer one has the defaults.
+#[tokio::test(start_paused = true)]
+async fn a_stack_around_another_one_hands_no_write_over_again_that_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).connect(Connect::Ok).connect(Connect::After(15 * SECOND));
+    let inner = lab.clone();
+    let connector = service_fn(move |()| {
+        let stack = Stack::builder(inner.connector()).writes(keyed(10 * SECOND));
+        ready(stack.on_event(inner.events.sink()).build().map_err(BoxError::from))
+    });
+    let outer = Stack::builder(connector).on_event(lab.events.sink()).build().unwrap();
+    let result = outer.send(write()).await;
+    assert_eq!(lab.writes(), 1, "sent again after the key's time: {:?}", lab.log.timed());
+    assert_eq!(result.unwrap_err().outcome(), Outcome::Unknown);
+}
+
+/// With whole stacks: the outer one's connection does something with the answer before it gives it out.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_dropped_between_stacks_once_it_was_answered_is_reported() {
+    let lab = Lab::new();
+    lab.write(answer(1));
+    let stack = Stack::builder(lab.connector()).on_event(lab.events.sink()).build().unwrap();
+    let inner_ledger = stack.ledger();
+    let gateway = service_fn(move |request: Req| -> Answer {
+        let answer: Answer = Box::pin(stack.clone().oneshot(request));
+        Box::pin(async move {
+            let answer = answer.await?;
+            tokio::time::sleep(SECOND).await;
+            Ok(answer)
+        })
+    });
+    let connector = service_fn(move |()| ready(Ok::<_, BoxError>(gateway.clone())));
+    let outer = Stack::builder(connector).on_event(lab.events.sink()).build().unwrap();
+    let ledgers = [outer.ledger(), inner_ledger];
+    assert!(tokio::time::timeout(ms(100), outer.send(write())).await.is_err());
+    assert_eq!(lab.writes(), 1);
+    assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
