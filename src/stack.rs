@@ -298,11 +298,15 @@ where
     }
     request.context_mut().set_judged(judged);
     // The layers are one after the other here, so that one reading of the clock serves them all.
-    let future = ResponseFuture {
-        kind: Kind::Layered { future: ways.layers.call_by(request, WriteSafety::call_at), seat },
+    let future = match ways.layers.let_in(&mut request) {
+        Ok(entered) => {
+            let now = entered.now;
+            entered.with(ways.layers.get_mut().call_at(request, now))
+        }
+        Err(error) => deadline::ResponseFuture::past(error, &request),
     };
-    ways.layers.parts().0.get_mut().inner_mut().release_unused();
-    future
+    ways.layers.get_mut().get_mut().inner_mut().release_unused();
+    ResponseFuture { kind: Kind::Layered { future, seat } }
 }
 
 impl<M, Req, Res> Service<Req> for Stack<M, Req, Res>

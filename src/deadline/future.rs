@@ -8,7 +8,7 @@ use pin_project::pin_project;
 use tokio::time::{Sleep, sleep_until};
 
 use super::Until;
-use crate::{CallError, Cause, Delivery, Effect, event::Report};
+use crate::{Call, CallError, Cause, Delivery, Effect, call::effect_of, event::Report};
 
 /// Future of [`DeadlineService`](super::DeadlineService).
 #[pin_project]
@@ -43,7 +43,10 @@ impl<F> ResponseFuture<F> {
         Self { state: State::Called(future), timer: None, until, effect, report }
     }
 
-    pub(super) fn past(error: CallError, effect: Effect) -> Self {
+    /// Of a call that was not handed over.
+    pub(crate) fn past<Req: Call>(error: CallError, request: &Req) -> Self {
+        let effect = effect_of(request);
+        let error = error.of_request(request, effect);
         Self { state: State::Past(Some(error)), timer: None, until: Until::default(), effect, report: None }
     }
 

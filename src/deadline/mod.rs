@@ -88,7 +88,7 @@ pub use self::{
     progress::{Pause, Progress},
 };
 use crate::{
-    Call, CallError, Deadline, Delivery, Refusal,
+    Call, CallError, Deadline, Delivery, Effect, Refusal,
     call::{CallContext, CallIds, effect_of},
     event::{self, Events, Report},
 };
@@ -228,34 +228,42 @@ where
     }
 
     #[inline]
-    fn call(&mut self, request: Req) -> Self::Future {
-        self.call_by(request, |inner, request, _| inner.call(request))
+    fn call(&mut self, mut request: Req) -> Self::Future {
+        match self.let_in(&mut request) {
+            Ok(entered) => entered.with(self.inner.call(request)),
+            Err(error) => ResponseFuture::past(error, &request),
+        }
     }
 }
 
 impl<S> DeadlineService<S> {
-    /// Calls the inner service by `call`, which is told when that was, if the clock was read.
+    /// What this layer does to a call before the inner service gets it, and what it keeps; `Err` if that is not to get it.
     #[inline(always)]
-    pub(crate) fn call_by<Req, F>(
-        &mut self,
-        mut request: Req,
-        call: impl FnOnce(&mut S, Req, Option<Instant>) -> F,
-    ) -> ResponseFuture<F>
-    where
-        Req: Call,
-    {
-        let effect = effect_of(&request);
+    pub(crate) fn let_in<Req: Call>(&mut self, request: &mut Req) -> Result<Entered, CallError> {
+        let effect = effect_of(request);
         let context = request.context_mut();
-        let (inner, mut door) = self.parts();
+        let (_, mut door) = self.parts();
         let outermost = door.enter(context);
         let report = Report::of(context, outermost);
-        match door.settle(context) {
-            Ok(now) => {
-                let until = context.until();
-                ResponseFuture::new(call(inner, request, now), until, effect, Some(report))
-            }
-            Err(error) => ResponseFuture::past(error.of_request(&request, effect), effect),
-        }
+        let now = door.settle(context)?;
+        Ok(Entered { now, until: context.until(), effect, report })
+    }
+}
+
+/// What the layer keeps of a call that the inner service is to get.
+pub(crate) struct Entered {
+    /// When that was, if the clock was read.
+    pub(crate) now: Option<Instant>,
+    until: Until,
+    effect: Effect,
+    report: Report,
+}
+
+impl Entered {
+    /// The call, which the inner service has got.
+    #[inline(always)]
+    pub(crate) fn with<F>(self, future: F) -> ResponseFuture<F> {
+        ResponseFuture::new(future, self.until, self.effect, Some(self.report))
     }
 }
 

@@ -243,20 +243,31 @@ where
         Self(Some(Box::into_pin(Box::write(place, write))))
     }
 
-    /// Hands it over at once.
+    /// Its service is called now.
     #[inline(always)]
-    pub(super) fn hand_over(mut self, call: impl FnOnce() -> S::Future) -> ResponseFuture<S, Req> {
-        self.set_handing_over(true);
-        let attempt = Some(call());
-        self.set_handing_over(false);
-        ResponseFuture { attempt, kind: self.0.take().map_or(Kind::Done, Kind::Write) }
+    pub(super) fn hand_over(&mut self) {
+        if let Some(write) = &mut self.0 {
+            let call = write.as_mut().project().call;
+            call.count_hand_over();
+            call.handing_over = true;
+        }
+    }
+
+    /// Its service has been called.
+    #[inline(always)]
+    pub(super) fn handed_over(mut self, attempt: S::Future) -> ResponseFuture<S, Req> {
+        if let Some(write) = &mut self.0 {
+            write.as_mut().project().call.handing_over = false;
+        }
+        ResponseFuture { attempt: Some(attempt), kind: self.0.take().map_or(Kind::Done, Kind::Write) }
     }
 
     /// Lets its ledger enter it first.
     #[cold]
-    pub(super) fn enter(mut self, service: S, request: Req) -> ResponseFuture<S, Req> {
-        // It is not handed over: should the ledger panic, there is nothing to report.
+    pub(super) fn enter(mut self, request: Req, service: impl FnOnce() -> S) -> ResponseFuture<S, Req> {
+        // It is not handed over: should the service or the ledger panic, there is nothing to report.
         let write = self.0.take().map(|mut write| {
+            let service = service();
             let call = write.as_mut().project().call;
             let Parts { account, name, effect, hold, .. } = &mut call.parts;
             account.enter(name, *effect, hold.as_deref());
@@ -271,17 +282,6 @@ where
             write
         });
         ResponseFuture { attempt: None, kind: write.map_or(Kind::Done, Kind::Write) }
-    }
-
-    #[inline(always)]
-    fn set_handing_over(&mut self, handing_over: bool) {
-        if let Some(write) = &mut self.0 {
-            let call = write.as_mut().project().call;
-            if handing_over {
-                call.count_hand_over();
-            }
-            call.handing_over = handing_over;
-        }
     }
 }
 

@@ -308,6 +308,9 @@ where
     S::Response: Send + 'static,
 {
     /// `now` is the time, if the clock was read just before.
+    ///
+    /// All that a write needs is in this one function: each move of the request or of the write from one into another
+    /// costs as much as reading a clock.
     pub(crate) fn call_at(&mut self, mut request: Req, now: Option<Instant>) -> ResponseFuture<S, Req> {
         if !request.context_mut().take_judged()
             && let Some(classify) = &self.config.classify
@@ -344,7 +347,71 @@ where
         };
         let context = request.context_mut();
         context.set_guarded(self.config.may_replay());
-        self.begin(request, call, effect, basis, outermost, above, now)
+
+        let id = EntryId::of(call);
+        let keyed = self.put_key(&mut request, id);
+        let key = self.config.conflict_key.as_ref().and_then(|key| key(&request));
+        let hold = match key {
+            Some(key) => match self.admit(&request, effect, id, key) {
+                Ok(hold) => Some(hold),
+                Err(error) => {
+                    if let Some(Above { activity, .. }) = above.as_deref() {
+                        activity.give_the_report_back(false, true);
+                        activity.withdrawn();
+                    }
+                    return ResponseFuture::refused(error);
+                }
+            },
+            None => None,
+        };
+        let lane = Arc::clone(self.lane.get_or_insert_with(|| {
+            Arc::new(Lane {
+                config: Arc::clone(&self.config),
+                shared: Arc::clone(&self.shared),
+                spare: Mutex::new(self.inner.clone()),
+            })
+        }));
+        let context = request.context();
+        let events = match context.events.is_set() {
+            true => context.events.share(),
+            false => self.events.share(),
+        };
+        let until = context.until().clone();
+        let arguments = self.config.arguments.as_ref().and_then(|arguments| arguments(&request));
+        // A check may say how long the server keeps a key of the caller's own.
+        let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
+        let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
+        let guard = guard(&self.config, &self.shared, hold.as_deref());
+        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
+        if let Some(above) = &above {
+            current.activity.is_within(&above.activity);
+        }
+        let name = request.name();
+        let mut begun = Begun::new(|| Parts {
+            lane,
+            kept: if self.config.may_need_request() { replica(&request) } else { None },
+            name,
+            effect,
+            basis,
+            call,
+            until,
+            current,
+            hold,
+            keyed,
+            account: Account::new(id, arguments, first_sent, &self.shared),
+            events,
+            outermost,
+            above,
+        });
+        if self.shared.ledger.memory().is_some() {
+            begun.hand_over();
+            return begun.handed_over(self.inner.call(request));
+        }
+        begun.enter(request, || {
+            // The service that is ready stays so until the ledger has answered.
+            let spare = self.inner.clone();
+            mem::replace(&mut self.inner, spare)
+        })
     }
 
     /// It was held up on its way here, and a layer further out no longer counts on it.
@@ -418,85 +485,6 @@ where
         let put = (keyed.put)(request, &id.to_string());
         *request.context_mut() = context;
         put
-    }
-
-    /// Hands a write over, or enters it in a ledger that has to be waited for.
-    ///
-    /// Inlined, and its parts are put together where they go to: each move of them costs as much as reading a
-    /// clock.
-    #[inline(always)]
-    #[expect(clippy::too_many_arguments, reason = "they go on from here to where they stay")]
-    fn begin(
-        &mut self,
-        mut request: Req,
-        call: CallId,
-        effect: Effect,
-        basis: Basis,
-        outermost: bool,
-        above: Option<Box<Above>>,
-        now: Option<Instant>,
-    ) -> ResponseFuture<S, Req> {
-        let id = EntryId::of(call);
-        let keyed = self.put_key(&mut request, id);
-        let key = self.config.conflict_key.as_ref().and_then(|key| key(&request));
-        let hold = match key {
-            Some(key) => match self.admit(&request, effect, id, key) {
-                Ok(hold) => Some(hold),
-                Err(error) => {
-                    if let Some(Above { activity, .. }) = above.as_deref() {
-                        activity.give_the_report_back(false, true);
-                        activity.withdrawn();
-                    }
-                    return ResponseFuture::refused(error);
-                }
-            },
-            None => None,
-        };
-        let lane = Arc::clone(self.lane.get_or_insert_with(|| {
-            Arc::new(Lane {
-                config: Arc::clone(&self.config),
-                shared: Arc::clone(&self.shared),
-                spare: Mutex::new(self.inner.clone()),
-            })
-        }));
-        let context = request.context();
-        let events = match context.events.is_set() {
-            true => context.events.share(),
-            false => self.events.share(),
-        };
-        let until = context.until().clone();
-        let arguments = self.config.arguments.as_ref().and_then(|arguments| arguments(&request));
-        // A check may say how long the server keeps a key of the caller's own.
-        let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
-        let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
-        let guard = guard(&self.config, &self.shared, hold.as_deref());
-        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
-        if let Some(above) = &above {
-            current.activity.is_within(&above.activity);
-        }
-        let name = request.name();
-        let begun = Begun::new(|| Parts {
-            lane,
-            kept: if self.config.may_need_request() { replica(&request) } else { None },
-            name,
-            effect,
-            basis,
-            call,
-            until,
-            current,
-            hold,
-            keyed,
-            account: Account::new(id, arguments, first_sent, &self.shared),
-            events,
-            outermost,
-            above,
-        });
-        if self.shared.ledger.memory().is_some() {
-            return begun.hand_over(|| self.inner.call(request));
-        }
-        // The service that is ready stays so until the ledger has answered.
-        let spare = self.inner.clone();
-        begun.enter(mem::replace(&mut self.inner, spare), request)
     }
 
     /// Whether a write with that conflict key may be handed over.
