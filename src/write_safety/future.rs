@@ -68,10 +68,12 @@ enum Kind<S, Req, Res> {
     },
     Refused(Option<CallError>),
     /// Behind a box, so that reads do not carry a write's state about.
-    Write(Pin<Box<Write<S, Req, Res>>>),
+    Write(BoxedWrite<S, Req, Res>),
     Closing(Box<Closing<Res>>),
     Done,
 }
+
+type BoxedWrite<S, Req, Res> = Pin<Box<Write<S, Req, Res>>>;
 
 #[pin_project]
 struct Write<S, Req, Res> {
@@ -81,10 +83,8 @@ struct Write<S, Req, Res> {
     call: WriteCall<S, Req, Res>,
 }
 
-type Boxed<S, Req> = Pin<Box<Write<S, Req, <S as Service<Req>>::Response>>>;
-
 /// A write whose service is being called: should that panic, this reports it.
-pub(super) struct Begun<S, Req>(Option<Boxed<S, Req>>)
+pub(super) struct Begun<S, Req>(Option<BoxedWrite<S, Req, S::Response>>)
 where
     S: Service<Req>;
 
