@@ -647,9 +647,11 @@ struct ActivityState {
     given: [Option<Giver>; 2],
     /// Whether there is more than one copy of the attempt, so that the end of one does not say that nothing was sent.
     copied: bool,
+    /// Whether the attempt's time is up, and whether its call is over or has given it up.
     over: bool,
-    /// Whether another write-safety layer, further in, has the attempt, and reports what becomes of it.
-    taken_over: bool,
+    ended: bool,
+    /// How many copies another write-safety layer, further in, has, and reports what becomes of them.
+    taken_over: u32,
     /// Whether one has told that it is in doubt.
     told: bool,
     /// Whether one had it and its call ended otherwise than as not done.
@@ -721,6 +723,13 @@ impl Activity {
         self.lock().over = true;
     }
 
+    /// The same once nobody waits for it any more: no part of it may begin either, as a replay that a layer further in
+    /// makes.
+    pub(crate) fn end(&self) {
+        let mut state = self.lock();
+        (state.over, state.ended) = (true, true);
+    }
+
     /// Marks that the request was withdrawn before its first byte.
     pub fn withdrawn(&self) {
         self.lock().withdrawn = true;
@@ -773,8 +782,8 @@ impl Activity {
             return false;
         }
         // Another copy, which is there still or was sent.
-        state.copied |= state.taken_over || state.gone;
-        state.taken_over = true;
+        state.copied |= state.taken_over > 0 || state.gone;
+        state.taken_over += 1;
         true
     }
 
@@ -782,7 +791,7 @@ impl Activity {
     /// this one.
     pub(crate) fn give_the_report_back(&self, told: bool, not_done: bool) {
         let mut state = self.lock();
-        state.taken_over = false;
+        state.taken_over = state.taken_over.saturating_sub(1);
         state.told |= told;
         state.gone |= !not_done;
     }
@@ -792,19 +801,27 @@ impl Activity {
         self.lock().gone
     }
 
-    /// Says of which attempt of a layer further out this one is a part: it is over when that one is.
+    /// Says of which attempt of a layer further out this one is a part: it is over when that one's call is.
     pub(crate) fn is_within(&self, above: &Arc<Self>) {
         self.lock().above = Some(Arc::clone(above));
     }
 
-    fn is_over(&self) -> bool {
-        self.lock().is_over()
+    /// Whether nobody waits for it any more.
+    pub(crate) fn has_ended(&self) -> bool {
+        let state = self.lock();
+        state.ended || state.is_within_what_ended()
     }
 
     /// Whether another layer reports what becomes of the attempt, or has.
     pub(crate) fn is_taken_over(&self) -> bool {
         let state = self.lock();
-        state.taken_over || state.told
+        state.taken_over > 0 || state.told
+    }
+
+    /// Whether a layer further in takes the call for a write, and it has not come back from there as not done.
+    pub(crate) fn is_a_write_inside(&self) -> bool {
+        let state = self.lock();
+        state.taken_over > 0 || state.gone
     }
 
     /// The fence by which a later attempt replaced this one, if one did.
@@ -812,11 +829,6 @@ impl Activity {
     /// A connection that receives this attempt's success all the same reports it: the fence does not hold.
     pub fn replaced_by_fence(&self) -> Option<Fence> {
         self.lock().replaced.as_deref().cloned()
-    }
-
-    /// What was withdrawn so far says nothing of what the attempt's future does from now on.
-    pub(crate) fn forget_withdrawal(&self) {
-        self.lock().withdrawn = false;
     }
 
     /// Whether nothing of the attempt was sent, since it was withdrawn.
@@ -882,7 +894,11 @@ impl Activity {
 
 impl ActivityState {
     fn is_over(&self) -> bool {
-        self.over || self.above.as_deref().is_some_and(Activity::is_over)
+        self.over || self.is_within_what_ended()
+    }
+
+    fn is_within_what_ended(&self) -> bool {
+        self.above.as_deref().is_some_and(Activity::has_ended)
     }
 }
 
@@ -1169,7 +1185,12 @@ mod tests {
         let layer = Arc::new(0);
         assert!(inner.adopt() && inner.on_generation(1, Instant::now(), Giver::of(&layer)));
         inner.given_back(Giver::of(&layer));
+        // Its time is up, and it is still waited for: what is begun inside may go on.
         outer.close();
+        assert!(inner.on_generation(2, Instant::now(), Giver::of(&layer)) && middle.take_over());
+        inner.given_back(Giver::of(&layer));
+        assert!(!outer.take_over());
+        outer.end();
         assert!(!inner.on_generation(2, Instant::now(), Giver::of(&layer)) && inner.was_withdrawn());
         assert!(!middle.take_over() && middle.was_withdrawn());
         assert!(!inner.adopt());

@@ -271,53 +271,6 @@ async fn a_write_that_a_stack_refuses_and_another_connection_loses_is_reported()
     assert_eq!(reports(&lab, ledgers).await, (1, 1));
 }
 
-// ----- withdrawn from one connection, and sent over one that marks nothing
-
-/// Of two copies no one `ReconnectLayer` sees both here, so that this is within the limit that is documented.
-#[tokio::test(start_paused = true)]
-async fn a_write_that_one_connection_never_got_and_another_one_has_is_reported_when_it_is_dropped() {
-    let (down, lab) = (Lab::new(), Lab::new());
-    down.connect(Connect::Hang);
-    lab.write(hang());
-    let primary = ReconnectLayer::once().layer(down.connector());
-    let plain = lab.connection();
-    let either = service_fn(move |call: Req| -> Answer {
-        let (again, mut plain) = (call.try_clone().unwrap(), plain.clone());
-        let first: Answer = Box::pin(primary.clone().oneshot(call));
-        Box::pin(async move {
-            match tokio::time::timeout(SECOND, first).await {
-                Err(_) => plain.call(again).await,
-                Ok(result) => result,
-            }
-        })
-    });
-    let outer = Safety::refuse().on_event(lab.events.sink()).layer(either);
-    let ledger = outer.ledger();
-    assert!(tokio::time::timeout(5 * SECOND, outer.oneshot(write())).await.is_err());
-    assert_eq!(lab.writes(), 1);
-    assert_eq!((lab.events.abandoned(), ledger.in_doubt().await.unwrap().len()), (1, 1));
-}
-
-/// As b1, with whole stacks: a stack whose connections are stacks.
-#[tokio::test(start_paused = true)]
-async fn a_write_that_was_handed_back_by_one_stack_is_checked_and_reported_by_the_next() {
-    let lab = Lab::new();
-    lab.readiness(Readiness::Dead).readiness(Readiness::Dead);
-    lab.write(fail(ambiguous()));
-    let inner = lab.clone();
-    let connector = service_fn(move |()| {
-        let stack = Stack::builder(inner.connector())
-            .check(|doubt: Doubt| async move { Ok(doubt.landed(7)) })
-            .on_event(inner.events.sink())
-            .build();
-        ready(stack.map_err(BoxError::from))
-    });
-    let outer = Stack::builder(connector).on_event(lab.events.sink()).build().unwrap();
-    let result = outer.send(write()).await;
-    assert_eq!((lab.writes(), lab.events.doubts()), (1, 1));
-    assert_eq!(result.unwrap(), 7);
-}
-
 // ----- copies that go through a layer further in
 
 /// `that_another_copy_was_not_sent_does_not_say_that_the_write_was_not`, with a layer that refuses replays further in.

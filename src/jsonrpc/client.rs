@@ -632,8 +632,6 @@ impl Drop for ResponseFuture {
                 }
                 match exchange.give_up() {
                     Some(Ok(_)) if exchange.answered => Late::of(&exchange).emit(),
-                    // It ended since it was polled last, and nobody has read how.
-                    Some(Err(error)) if error.delivery() == Delivery::NotSent => exchange.mark_withdrawn(),
                     Some(_) => {}
                     None => {
                         let note = exchange.answered.then_some(Note::Dropped(exchange));

@@ -843,23 +843,6 @@ async fn a_call_that_is_given_up_while_its_answer_is_handed_over_gives_one_place
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_was_not_sent_says_so_also_if_it_is_dropped_before_anybody_reads_that() {
-    let wire = Wire::new();
-    let client = wire.connect(Client::builder());
-    let _stalled = start(&client, big(1 << 20)).await;
-    let activity = Arc::new(crate::Activity::default());
-    let mut write = request("write");
-    write.context_mut().set_activity(Some(Arc::clone(&activity)));
-    let call = start(&client, write).await;
-    wire.eof().await;
-    assert!(client.closure().is_some());
-    // As whoever has polled the attempt does before it lets go of it.
-    activity.forget_withdrawal();
-    drop(call);
-    assert!(activity.was_withdrawn());
-}
-
-#[tokio::test(start_paused = true)]
 async fn whatever_ends_a_call_it_is_in_flight_no_more() {
     let wire = Wire::new();
     let client = wire.connect(Client::builder().max_line(100));

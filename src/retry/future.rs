@@ -348,7 +348,7 @@ impl<S, Req: Call> Read<S, Req> {
 
     /// Whether a layer further in takes the call for a write, and reports what becomes of it.
     fn is_a_write_inside(&self) -> bool {
-        self.kept.context().activity().is_some_and(|activity| activity.is_taken_over())
+        self.kept.context().activity().is_some_and(|activity| activity.is_a_write_inside())
     }
 
     /// Whoever holds the attempt up must not begin with it any more: it may be a write there. The next one has marks of
@@ -356,7 +356,7 @@ impl<S, Req: Call> Read<S, Req> {
     fn give_up_attempt(&mut self) {
         let own = self.kept.context().activity().filter(|_| self.owns_marks);
         if let Some(activity) = own {
-            activity.close();
+            activity.end();
             self.kept.context_mut().set_activity(Some(Arc::default()));
         }
     }

@@ -15,7 +15,7 @@ use super::{
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
 use crate::{
-    Basis, CallError, Effect,
+    Activity, Basis, CallError, Effect,
     connection::BoxFuture,
     deadline::Until,
     event::{CallReport, DoubtReport, Event, Events},
@@ -207,7 +207,7 @@ impl Account {
         step: BoxFuture<Result<u64, LedgerError>>,
         state: State,
         result: Result<Res, CallError>,
-        news: News,
+        (news, back): (News, GivenBack),
         method: String,
         hold: Option<Box<Hold>>,
         until: Until,
@@ -225,6 +225,7 @@ impl Account {
         Closing {
             result: Some(result),
             news: Some(news),
+            back,
             step,
             ledger: self.recorded.as_ref().map(|recorded| Arc::clone(&recorded.ledger)),
             id: self.id,
@@ -243,6 +244,7 @@ pub(super) struct Closing<Res> {
     result: Option<Result<Res, CallError>>,
     /// Until it is told, which is when the ledger has it: whoever is told of a doubt finds it there.
     news: Option<News>,
+    back: GivenBack,
     /// Says whether it is recorded.
     step: BoxFuture<bool>,
     ledger: Option<Arc<dyn DynLedger>>,
@@ -279,9 +281,37 @@ impl<Res> Closing<Res> {
     }
 
     fn tell(&mut self) {
+        self.back.give();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             news.tell(result);
         }
+    }
+}
+
+/// What a layer further out that left the report to this one learns of the call's end.
+pub(super) struct GivenBack {
+    pub(super) above: Option<Arc<Activity>>,
+    /// Whether its caller is told of a doubt.
+    pub(super) told: bool,
+    pub(super) not_done: bool,
+}
+
+impl GivenBack {
+    pub(super) fn give(&mut self) {
+        if let Some(above) = self.above.take() {
+            above.give_the_report_back(self.told, self.not_done);
+        }
+    }
+
+    /// Gives it back where the caller goes away, so that the layer further out has no answer to go by.
+    fn give_unread(&mut self, told: bool) {
+        if self.not_done
+            && let Some(above) = &self.above
+        {
+            above.withdrawn();
+        }
+        self.told |= told;
+        self.give();
     }
 }
 
@@ -326,6 +356,7 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
+        self.back.give_unread(self.news.as_ref().is_some_and(|news| news.abandoned.is_some()));
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             match &news.abandoned {
                 Some(_) if off!(DropGuard) => {}

@@ -22,7 +22,7 @@ use tower::Service;
 
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
-    account::{Closing, News},
+    account::{Closing, GivenBack, News},
     fence::{Fence, FenceBasis},
     guard,
     ledger::{LedgerError, State},
@@ -713,6 +713,13 @@ where
             .take_request_of::<Req>(Some(self.parts.call))
             .or_else(|| self.parts.kept.as_ref().and_then(replica));
         let in_time = self.parts.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
+        if self.parts.above.as_ref().is_some_and(|above| above.activity.has_ended()) {
+            // Nobody waits for it further out, so that nothing of it would be sent now either.
+            return Next::Resolve(Err(match request {
+                Some(request) => error.with_request(request),
+                None => error,
+            }));
+        }
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
@@ -1137,7 +1144,7 @@ where
 
     /// The deadline has passed: what is known so far.
     fn out_of_time(&mut self, pending: bool) -> CallError {
-        self.parts.current.activity.close();
+        self.parts.current.activity.end();
         let reason = self.doubt.as_ref().and_then(|doubt| doubt.reason.clone());
         if let Some(way) = self.way.take() {
             self.keep_replaced();
@@ -1216,7 +1223,6 @@ where
             (None, Err(error)) if doubtful => error.notes().last().map(str::to_owned),
             (None, _) => None,
         };
-        self.give_the_report_back(doubtful && result.is_err(), outcome == Some(Outcome::NotDone));
         // First the ledger: whoever is told of the doubt finds it there.
         let state = self.state(&result, reason.as_deref());
         let step = self.enter_end(&state);
@@ -1231,15 +1237,23 @@ where
         });
         let failure = Some(self.parts.basis).filter(|_| self.parts.outermost);
         let news = News { events: self.parts.events.share(), doubt, success, failure, abandoned };
+        let mut back = GivenBack {
+            above: self.parts.above.take().map(|above| above.activity),
+            told: doubtful && result.is_err(),
+            not_done: outcome == Some(Outcome::NotDone),
+        };
         match step {
             None => {
+                back.give();
                 news.tell(&result);
                 Ok(result)
             }
             Some(step) => {
                 let (hold, until) = (self.parts.hold.take(), self.parts.until.clone());
                 let method = self.parts.name.clone().into_owned();
-                Err(Box::new(self.parts.account.closing(step, state, result, news, method, hold, until)))
+                let closing =
+                    self.parts.account.closing(step, state, result, (news, back), method, hold, until);
+                Err(Box::new(closing))
             }
         }
     }
@@ -1432,17 +1446,9 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         }
     }
 
-    /// Of an attempt that has gone on since a connection marked it withdrawn, only its end counts: a service in between
-    /// may have sent it elsewhere, over one that marks nothing.
-    fn forget_withdrawals(&self) {
-        if self.polled {
-            self.parts.current.activity.forget_withdrawal();
-        }
-    }
-
     /// The caller went away. `pending` says whether an attempt may still be with the server.
     fn abandon(&mut self, pending: bool) {
-        self.parts.current.activity.close();
+        self.parts.current.activity.end();
         let replaced = self.replaced.take();
         let withdrawn = self.parts.current.activity.was_withdrawn() && !self.was_found_begun();
         let in_doubt = pending && replaced.is_none() && !withdrawn;
@@ -1560,7 +1566,6 @@ where
         if let Kind::Write(write) = this.kind {
             // The attempt goes first: its connection marks whether it could still be withdrawn.
             let pending = this.attempt.is_some();
-            write.as_mut().project().call.forget_withdrawals();
             put_down(this.attempt.as_mut());
             write.as_mut().project().call.abandon(pending);
         }
