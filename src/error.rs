@@ -617,6 +617,12 @@ impl CallError {
         own
     }
 
+    /// Says that the call was a write after all, as a layer further in takes it.
+    pub(crate) fn of_a_write(mut self) -> Self {
+        self.0.effect = Some(Effect::Write);
+        self
+    }
+
     /// Says which call it is, and what that is.
     pub(crate) fn of_request(self, request: &impl Call, effect: Effect) -> Self {
         self.of_call(request.method(), effect).with_id(request.context().id())
@@ -702,7 +708,8 @@ impl CallError {
     pub(crate) fn rule(&self, effect: Effect, trusted: bool) -> crate::Rule {
         // What its last attempt ended with says nothing of one before it that is in doubt.
         let is_final = self.delivery() == Delivery::Answered || matches!(self.0.cause, Cause::Deadline);
-        if effect.is_write() && !is_final && self.is_doubtful_before_its_end() {
+        let writes = effect.is_write() || self.0.effect.is_some_and(Effect::is_write);
+        if writes && !is_final && self.is_doubtful_before_its_end() {
             return crate::Rule::Check;
         }
         crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted)

@@ -454,3 +454,205 @@ async fn a_write_that_the_sdks_connection_had_not_sent_when_it_closed_is_in_no_d
     assert_eq!(asked.load(Relaxed), 0);
     assert_eq!((events.abandoned(), ledger.in_doubt().await.unwrap().len()), (0, 0), "{:?}", events.all());
 }
+
+// ----- what is a read outside and a write inside, handed back over an unknown attempt
+
+/// As `a_reconnect_layer_hands_no_write_over_again_that_is_unknown` in `nested.rs`, with a rule of the layer further in
+/// that says more than the request does: the reconnect layer around takes it for a read.
+async fn unknown_further_in(safety: fn() -> Safety) -> (usize, Result<Res, Outcome>, Vec<String>) {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(1));
+    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
+    let (inner, connects) = (lab.clone(), AtomicU32::new(0));
+    let connector = service_fn(move |()| {
+        let layer = safety().on_event(inner.events.sink());
+        let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
+        let first = connects.fetch_add(1, Relaxed) == 0;
+        async move {
+            if !first {
+                tokio::time::sleep(15 * SECOND).await;
+            }
+            Ok::<_, BoxError>(service)
+        }
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(ReconnectLayer::once())
+        .service(connector);
+    let result = service.oneshot(read()).await.map_err(|error| error.outcome());
+    (lab.writes(), result, lab.log.timed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reconnect_layer_hands_nothing_over_again_that_is_an_unknown_idempotent_write_further_in() {
+    let (writes, result, log) =
+        unknown_further_in(|| Safety::refuse().replay_idempotent().classify(|_| Some(Effect::Idempotent)))
+            .await;
+    assert_eq!((writes, result), (1, Err(Outcome::Unknown)), "{log:?}");
+}
+
+/// Sent again five seconds after the server may have forgotten its key.
+#[tokio::test(start_paused = true)]
+async fn a_reconnect_layer_hands_nothing_over_again_that_is_an_unknown_write_with_a_key_further_in() {
+    let (writes, result, log) = unknown_further_in(|| {
+        Safety::refuse()
+            .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).honoured_for(10 * SECOND))
+            .classify(|_| Some(Effect::Write))
+    })
+    .await;
+    assert_eq!((writes, result), (1, Err(Outcome::Unknown)), "{log:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_in_doubt_that_is_dropped_while_the_inner_ledger_records_that_is_reported_once() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::ambiguous("reset")));
+    let inner = Safety::refuse().ledger(Slow(MemoryLedger::new())).on_event(lab.events.sink());
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(inner.layer(lab.connection()));
+    let ledger = outer.ledger();
+    assert!(tokio::time::timeout(SECOND, outer.oneshot(write())).await.is_err());
+    assert_eq!(lab.events.doubts() + lab.events.abandoned(), 1, "{:?}", lab.events.all());
+    assert!(ledger.in_doubt().await.unwrap().is_empty());
+}
+
+// ----- places in flight
+
+/// As many callers as there are places, each with one call at a time, which it gives up at any moment.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn places_are_neither_lost_nor_given_twice_whoever_gives_up_when() {
+    use goaround::jsonrpc::{Client, Request};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    const PLACES: usize = 4;
+    let (ours, theirs) = tokio::io::duplex(1 << 12);
+    tokio::spawn(async move {
+        let (read, mut write) = tokio::io::split(theirs);
+        let mut lines = BufReader::new(read).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            let message: serde_json::Value = serde_json::from_str(&line).unwrap();
+            if message["method"] == "never" || message.get("id").is_none() {
+                continue;
+            }
+            let answer = serde_json::json!({ "jsonrpc": "2.0", "id": message["id"], "result": 0 });
+            write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+        }
+    });
+    let client = Client::builder().max_in_flight(PLACES).connect(ours);
+    let refused = Arc::new(AtomicU32::new(0));
+    let answered = Arc::new(AtomicU32::new(0));
+    let tasks: Vec<_> = (0..PLACES as u64)
+        .map(|task| {
+            let (client, refused, answered) = (client.clone(), Arc::clone(&refused), Arc::clone(&answered));
+            tokio::spawn(async move {
+                let mut random = task + 1;
+                for _ in 0..20_000 {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let request = Request::new("now", ()).unwrap();
+                    let request = match random % 7 {
+                        0 => request.within(Duration::ZERO),
+                        _ => request,
+                    };
+                    let call = client.request(request);
+                    let result = match random % 5 {
+                        0 => Some(call.await),
+                        n => {
+                            let patience = async {
+                                for _ in 0..(random >> 8) % (n * 8) {
+                                    tokio::task::yield_now().await;
+                                }
+                            };
+                            tokio::select! { biased; result = call => Some(result), () = patience => None }
+                        }
+                    };
+                    match result {
+                        Some(Err(error)) if matches!(error.cause(), goaround::Cause::Refused(_)) => {
+                            refused.fetch_add(1, Relaxed);
+                        }
+                        Some(Ok(_)) => {
+                            answered.fetch_add(1, Relaxed);
+                        }
+                        _ => {}
+                    }
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap();
+    }
+    assert!(answered.load(Relaxed) > 1000);
+    assert_eq!(refused.load(Relaxed), 0, "a place was lost");
+    for _ in 0..3 {
+        let mut held: Vec<_> = (0..PLACES)
+            .map(|_| tokio_test::task::spawn(client.request(Request::new("never", ()).unwrap())))
+            .collect();
+        assert!(held.iter_mut().all(|call| call.poll().is_pending()), "a place was lost");
+        let mut more = tokio_test::task::spawn(client.request(Request::new("never", ()).unwrap()));
+        assert!(more.poll().is_ready(), "a place was given twice");
+    }
+}
+
+// ----- a foreign timeout between retries and what is a write further in
+
+/// The layer further in has told that the write is in doubt, by the marks of the layer that retries.
+#[tokio::test(start_paused = true)]
+async fn retries_outside_do_not_repeat_a_write_that_a_timeout_in_between_has_dropped() {
+    let lab = Lab::new();
+    lab.write(hang()).write(hang()).write(hang());
+    let inside = Safety::refuse().classify(|_| Some(Effect::Write)).on_event(lab.events.sink());
+    let timed = tower::timeout::Timeout::new(inside.layer(lab.connection()), SECOND);
+    let timed = timed.map_err(CallError::from_boxed);
+    // With an attempt timeout of its own the layer is told; without one it is in the wrong order.
+    let retry = RetryReadOnly.attempt_timeout(10 * SECOND);
+    let service = DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()).layer(retry.layer(timed));
+    let error = service.oneshot(read()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown), "{error}");
+}
+
+// ----- several threads
+
+/// Nested layers on four threads, with calls that are dropped at any moment: no two locks wait for each other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nested_layers_on_four_threads_come_to_an_end() {
+    let below = service_fn(|request: Req| -> Answer {
+        let activity = request.context().activity().map(Arc::clone);
+        Box::pin(async move {
+            if activity.as_ref().is_some_and(|activity| !activity.adopt()) {
+                return Err(CallError::not_sent("over"));
+            }
+            tokio::task::yield_now().await;
+            activity.iter().for_each(|activity| activity.sent());
+            tokio::task::yield_now().await;
+            Ok(1)
+        })
+    });
+    let reconnect = ReconnectLayer::once().layer(service_fn(move |()| ready(Ok::<_, BoxError>(below))));
+    let inner = spawned(Safety::refuse().layer(reconnect), Duration::ZERO);
+    let middle = Safety::refuse().layer(inner);
+    let outer =
+        DeadlineLayer::new(60 * SECOND).layer(Safety::refuse().layer(spawned(middle, Duration::ZERO)));
+    let outer = BoxCloneService::new(outer);
+    let work = async {
+        let tasks: Vec<_> = (0..8_u64)
+            .map(|task| {
+                let outer = outer.clone();
+                tokio::spawn(async move {
+                    for n in 0..2_000 {
+                        let call: Answer = Box::pin(outer.clone().oneshot(write()));
+                        let patience = async {
+                            for _ in 0..(n * 7 + task) % 13 {
+                                tokio::task::yield_now().await;
+                            }
+                        };
+                        tokio::select! { biased; _ = call => {}, () = patience => {} }
+                    }
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await.unwrap();
+        }
+    };
+    tokio::time::timeout(30 * SECOND, work).await.unwrap();
+}

@@ -377,6 +377,10 @@ impl<S, Req: Call> Read<S, Req> {
     /// return.
     fn decide(&mut self, error: CallError) -> Result<Option<Instant>, CallError> {
         let mut error = self.stamp(error);
+        if !error.effect().is_write() && self.is_a_write_inside() {
+            // A service in between gave it up and does not know.
+            error = error.of_a_write();
+        }
         if error.effect().is_write() {
             // A layer below knows better. What may happen to a write is none of this layer's business.
             return Err(self.finish(error));
