@@ -134,6 +134,19 @@ async fn an_inner_replay_by_a_key_is_not_left_unknown_by_an_outer_attempt_timeou
 
 // ----- retries outside, of what is a write inside, once the inner layer has ended its call
 
+/// Retries outside take it for a read, and their attempts' time is up before it is answered.
+async fn it_is_not_repeated<S>(lab: &Lab, below: S)
+where
+    S: Service<Req, Response = Res, Error = CallError> + Clone,
+{
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(RetryReadOnly.attempt_timeout(SECOND))
+        .service(below);
+    let result = service.oneshot(read()).await;
+    assert_eq!(lab.writes(), 1, "a write was replayed without evidence: {result:?}");
+}
+
 /// The write landed and was answered; the layer between takes its time with the answer.
 #[tokio::test(start_paused = true)]
 async fn retries_outside_do_not_repeat_a_write_whose_answer_is_held_up_between_the_layers() {
@@ -144,12 +157,7 @@ async fn retries_outside_do_not_repeat_a_write_whose_answer_is_held_up_between_t
         tokio::time::sleep(3 * SECOND).await;
         Ok(response)
     });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(RetryReadOnly.attempt_timeout(SECOND))
-        .service(between);
-    let result = service.oneshot(read()).await;
-    assert_eq!(lab.writes(), 1, "a write was replayed without evidence: {result:?}");
+    it_is_not_repeated(&lab, between).await;
 }
 
 /// Two copies, of which one is refused at once and the other is with the server.
@@ -172,12 +180,7 @@ async fn retries_outside_do_not_repeat_a_write_of_which_another_copy_was_refused
             first.or(second)
         })
     });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(RetryReadOnly.attempt_timeout(SECOND))
-        .service(hedged);
-    let result = service.oneshot(read()).await;
-    assert_eq!(lab.writes(), 1, "a write was replayed without evidence: {result:?}");
+    it_is_not_repeated(&lab, hedged).await;
 }
 
 /// One copy is refused, which ends the call of the layer around; the other one is lost later, in a task of its own.
@@ -242,21 +245,10 @@ async fn a_write_that_was_handed_back_goes_over_the_next_connection_that_has_the
 struct Slow(MemoryLedger);
 
 impl Ledger for Slow {
-    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
-        self.0.enter(entry).await
-    }
+    handed_on!(but settle);
     async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
         tokio::time::sleep(3 * SECOND).await;
         self.0.settle(id, revision, state).await
-    }
-    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
-        self.0.claim(id, revision).await
-    }
-    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        self.0.in_doubt().await
-    }
-    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
-        self.0.forget(id, by).await
     }
     fn abandon(&self, id: EntryId, state: State) {
         self.0.abandon(id, state);

@@ -152,27 +152,6 @@ impl Ledger for Store {
     }
 }
 
-/// What a ledger within another one is given as it is: all but hints.
-macro_rules! handed_on {
-    () => {
-        async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
-            self.0.enter(entry).await
-        }
-        async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
-            self.0.settle(id, revision, state).await
-        }
-        async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
-            self.0.claim(id, revision).await
-        }
-        async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-            self.0.in_doubt().await
-        }
-        async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
-            self.0.forget(id, by).await
-        }
-    };
-}
-
 /// A store that takes no hints, as a [`Ledger`] may.
 #[derive(Clone)]
 struct NoHints(Store);

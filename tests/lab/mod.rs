@@ -349,3 +349,32 @@ impl Service<Req> for Connection {
         }
     }
 }
+
+// ===== A ledger within another one =====
+
+/// What a ledger within another one is given as it is: all but hints; or all but those and one's end.
+#[allow(unused_macros, reason = "few tests have such a ledger")]
+macro_rules! handed_on {
+    () => {
+        handed_on!(but settle);
+        async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+            self.0.settle(id, revision, state).await
+        }
+    };
+    (but settle) => {
+        async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+            self.0.enter(entry).await
+        }
+        async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+            self.0.claim(id, revision).await
+        }
+        async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+            self.0.in_doubt().await
+        }
+        async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+            self.0.forget(id, by).await
+        }
+    };
+}
+#[allow(unused_imports, reason = "few tests have such a ledger")]
+pub(crate) use handed_on;
