@@ -8,7 +8,7 @@ use std::{
     num::{NonZeroU64, NonZeroUsize},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Waker},
     time::Duration,
@@ -637,6 +637,8 @@ pub struct Activity {
     state: Mutex<ActivityState>,
     /// Where the write is entered, if it is one that may be replayed; else zero.
     ledger: AtomicUsize,
+    /// Whether it waits for a connection.
+    waiting: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -746,6 +748,15 @@ impl Activity {
     pub(crate) fn never_given(&self, by: Giver) {
         self.not_sent(by);
         self.lock().withdrawn = true;
+    }
+
+    /// Marks that it waits for a connection, and is handed over only when there is one.
+    pub(crate) fn waits(&self) {
+        self.waiting.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed)
     }
 
     /// Marks that the request was not sent, or not processed, on the connection that it was given to.
@@ -868,6 +879,7 @@ impl Activity {
             state.withdrawn = true;
             return false;
         }
+        self.waiting.store(false, Ordering::Relaxed);
         state.generation = Some((generation, connect_began));
         (state.adopted, state.withdrawn, state.sent_at) = (false, false, None);
         match state.given.iter_mut().find(|given| given.is_none_or(|given| given == by)) {

@@ -140,6 +140,7 @@ where
         let mut call = Facts::of(&request, effect, outermost);
         call.set_name(&request);
         call.rare().earlier.extend(found_dead);
+        call.waits();
         let waiter = Waiter::new(shared);
         let unsent = Unsent::Waiting { request: Some(request), waiter };
         Self { state: State::Unsent(Box::new(unsent)), call }
@@ -303,6 +304,7 @@ where
             };
             call.set_name(&request);
             call.rare().earlier = error.take_attempts();
+            call.waits();
             let waiter = Waiter::new(Arc::clone(&local.shared));
             let unsent = Unsent::Waiting { request: Some(request), waiter };
             this.state.set(State::Unsent(Box::new(unsent)));
@@ -387,6 +389,13 @@ impl Facts {
         }
     }
 
+    /// Notes, for who wants to know, that the call waits for a connection.
+    fn waits(&self) {
+        if let Some(activity) = &self.activity {
+            activity.waits();
+        }
+    }
+
     #[inline]
     fn until(&self) -> Until {
         Until { deadline: self.deadline, progress: self.events.progress().cloned() }
@@ -463,6 +472,7 @@ impl Facts {
                         return Poll::Ready(Err(self.unsent(error, request.take())));
                     }
                     self.rare().earlier = error.take_attempts();
+                    self.waits();
                     let waiter = Waiter::new(Arc::clone(&local.shared));
                     let request = request.take();
                     *unsent = Unsent::Waiting { request, waiter };

@@ -370,6 +370,9 @@ where
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
             self.close_by_fence();
+            if self.parts.current.activity.is_waiting() {
+                self.look_before_it_goes();
+            }
             // The attempt itself first: what it says is better evidence than any check's.
             if let Some(future) = attempt.as_mut().as_pin_mut()
                 && let Poll::Ready(result) = future.poll(cx)
@@ -557,7 +560,10 @@ where
             // One replay in all. One more check may run, for the report only.
             return match rule {
                 Rule::Check => self.in_doubt(error),
-                Rule::Return | Rule::HandOver | Rule::Retry => Next::Resolve(Err(error)),
+                Rule::Return | Rule::HandOver | Rule::Retry => {
+                    let overtaken = error.delivery() == Delivery::NotSent && !self.is_last_write();
+                    Next::Resolve(Err(if overtaken { error.note(self.overtaken()) } else { error }))
+                }
             };
         }
         if error.delivery() == Delivery::Ambiguous
@@ -889,6 +895,24 @@ where
         Poll::Ready(Ok(()))
     }
 
+    /// What waits for a connection goes out later than it was counted. A replay must not go over a write that was handed
+    /// over meanwhile; any other write counts as handed over when it goes, so that no replay lands on it, and does not go
+    /// while its key is in doubt.
+    #[cold]
+    fn look_before_it_goes(&mut self) {
+        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some();
+        let is_last = self.is_last_write();
+        match &self.replay {
+            Some(_) if is_last => {}
+            None if !in_its_way() => {
+                if !is_last {
+                    self.count_hand_over();
+                }
+            }
+            _ => self.parts.current.activity.close(),
+        }
+    }
+
     /// A replay may wait below this layer, for a connection or a process's end, and the machine may sleep meanwhile.
     /// Once its key's time is over, by either clock, it must not be sent any more; nor once the old process is known
     /// to have outlived its signals.
@@ -917,13 +941,20 @@ where
     /// Another write was handed over since the attempt that was to be replayed.
     fn another_write(&mut self) -> CallError {
         self.keep_replaced();
-        self.last_error().note(match &self.parts.hold {
-            Some(_) => "not replayed: another write was handed over since, with the same conflict key or without one",
+        let why = self.overtaken();
+        self.last_error().note(why)
+    }
+
+    fn overtaken(&self) -> &'static str {
+        match &self.parts.hold {
+            Some(_) => {
+                "not replayed: another write was handed over since, with the same conflict key or without one"
+            }
             None => {
                 "not replayed: another write was handed over since; independent_writes() or conflict_key(..) would \
                  declare that they do not touch each other"
             }
-        })
+        }
     }
 
     /// The ledger has refused.
@@ -1374,7 +1405,11 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             || off!(OtherWrites)
             || match &mut self.parts.hold {
                 Some(hold) => hold.claim(),
-                None => shared.conflicts.claim(self.sequence),
+                None => {
+                    let claimed = shared.conflicts.claim(self.sequence);
+                    self.sequence += u64::from(claimed);
+                    claimed
+                }
             }
     }
 

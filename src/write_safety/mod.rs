@@ -340,12 +340,7 @@ where
             return self.pass_on(request, call, effect, basis, outermost);
         }
         let attempt_until = context.attempt_until();
-        let above = match context.take_activity() {
-            Some(activity) if activity.take_over() => Some(Box::new(Above { activity, attempt_until })),
-            Some(activity) => return Self::too_late(request, activity, effect),
-            None => None,
-        };
-        let context = request.context_mut();
+        let above = context.take_activity().map(|activity| Box::new(Above { activity, attempt_until }));
         context.set_guarded(self.config.may_replay());
 
         let id = EntryId::of(call);
@@ -355,9 +350,8 @@ where
             Some(key) => match self.admit(&request, effect, id, key) {
                 Ok(hold) => Some(hold),
                 Err(error) => {
-                    if let Some(Above { activity, .. }) = above.as_deref() {
-                        activity.give_the_report_back(false, true);
-                        activity.withdrawn();
+                    if let Some(above) = above {
+                        above.activity.withdrawn();
                     }
                     return ResponseFuture::refused(error);
                 }
@@ -378,6 +372,12 @@ where
         };
         let until = context.until().clone();
         let arguments = self.config.arguments.as_ref().and_then(|arguments| arguments(&request));
+        // Once the caller's own functions, which may panic, have had their say.
+        if let Some(Above { activity, .. }) = above.as_deref()
+            && !activity.take_over()
+        {
+            return Self::too_late(request, Arc::clone(activity), effect);
+        }
         // A check may say how long the server keeps a key of the caller's own.
         let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);

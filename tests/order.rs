@@ -1,0 +1,404 @@
+//! The order of writes that wait for a connection, calls that end while a write is settled, and panics between layers.
+
+mod lab;
+
+use std::{
+    panic::AssertUnwindSafe,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use goaround::{
+    BoxError, Call, CallError, Effect, Outcome, Stack, Tagged, WriteSafetyLayer, write_safety::ledger::Ledger,
+};
+use lab::*;
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+type Safety = WriteSafetyLayer<Req, Res>;
+type Lab4 = Stack<Connector, Req, Res>;
+
+fn named(name: &'static str) -> Req {
+    Tagged::new(name, Effect::Write).named("pay")
+}
+
+/// A step that notes in the log what lands.
+fn lands(lab: &Lab, response: Res) -> Step {
+    let log = lab.log.clone();
+    Box::new(move |request: Req| {
+        log.note(format!("lands {}", *request));
+        Box::pin(std::future::ready(Ok(response)))
+    })
+}
+
+/// Dies with the first write, after that time. Its process is gone a while later, and its effects with it.
+fn dies(lab: &Lab, after: std::time::Duration) -> Step {
+    let log = lab.log.clone();
+    Box::new(move |request: Req| {
+        log.note(format!("dies with {}", *request));
+        Box::pin(async move {
+            tokio::time::sleep(after).await;
+            Err(exits(ms(10), true))
+        })
+    })
+}
+
+fn stack(lab: &Lab, safety: Safety) -> Lab4 {
+    Stack::builder(lab.connector())
+        .deadline(30 * SECOND)
+        .writes(safety)
+        .on_event(lab.events.sink())
+        .build()
+        .unwrap()
+}
+
+fn absent() -> Safety {
+    Safety::new(|doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    })
+    .quarantine(ms(100))
+}
+
+/// W2 is called first and waits for a connection; W1 is called, gets the connection, and is lost. W2 goes ahead on the
+/// next one and is answered. W1 must not be replayed on top of it.
+async fn waits_for_a_connection(safety: Safety, polled: bool) -> (Vec<String>, String, String) {
+    let lab = Lab::new();
+    lab.write(dies(&lab, ms(1))).write(lands(&lab, 2)).write(lands(&lab, 1));
+    lab.connect(if polled { Connect::After(ms(5)) } else { Connect::Ok }).connect(Connect::After(ms(20)));
+    let stack = stack(&lab, safety);
+    let mut second = stack.clone();
+    let mut second = Box::pin(second.ready().await.unwrap().call(named("W2")));
+    if polled {
+        // It waits, and then its task does not get its turn for a while.
+        assert!(futures_poll(second.as_mut()));
+    }
+    let first = tokio::spawn(stack.clone().oneshot(named("W1")));
+    // W1 is lost, and its process is gone.
+    while lab.log.count("dies with W1") == 0 {
+        tokio::time::sleep(ms(1)).await;
+    }
+    tokio::time::sleep(ms(12)).await;
+    let second = second.await;
+    lab.log.note(format!("told W2 {:?}", second.as_ref().map_err(CallError::outcome)));
+    let first = first.await.unwrap();
+    let said = |result: Result<Res, CallError>| match result {
+        Ok(answer) => format!("Ok({answer})"),
+        Err(error) => format!("{:?}: {error}", error.outcome()),
+    };
+    (lab.log.timed(), said(first), said(second))
+}
+
+fn futures_poll<F: Future>(future: std::pin::Pin<&mut F>) -> bool {
+    future.poll(&mut std::task::Context::from_waker(std::task::Waker::noop())).is_pending()
+}
+
+fn landed(log: &[String]) -> Vec<&str> {
+    log.iter().filter_map(|line| line.split_once("lands ")).map(|(_, what)| what).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_without_a_key_that_waited_for_a_connection_until_then() {
+    let (log, first, second) = waits_for_a_connection(absent(), false).await;
+    assert_eq!(second, "Ok(2)", "{log:#?}");
+    assert_eq!(landed(&log), ["W2"], "W1 over W2: {first} {log:#?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_without_a_key_whose_task_had_its_turn_late() {
+    let (log, first, second) = waits_for_a_connection(absent(), true).await;
+    assert_eq!(second, "Ok(2)", "{log:#?}");
+    assert_eq!(landed(&log), ["W2"], "W1 over W2: {first} {log:#?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_on_its_key_that_waited_for_a_connection_until_then() {
+    let (log, first, second) = waits_for_a_connection(absent().conflict_key(|_| Some("k")), true).await;
+    // W2 does not go while its key is in doubt.
+    assert_eq!((first.as_str(), landed(&log)), ("Ok(2)", vec!["W1"]), "{second} {log:#?}");
+    assert!(second.starts_with("NotDone"), "{second}");
+}
+
+/// A closure takes down W1 and a read. Both are made again, and wait for the connection, which takes a second. W3 is
+/// called meanwhile, gets its turn first, and is answered. Then the replay of W1 lands on top of it.
+async fn waits_for_its_replay(
+    safety: Safety,
+    w1: Req,
+) -> (Vec<String>, Result<Res, CallError>, Result<Res, CallError>) {
+    let lab = Lab::new();
+    lab.write(later(ms(10), Err(closed()))).write(lands(&lab, 3)).write(lands(&lab, 1));
+    lab.read(answer(0)).read(later(ms(9), Err(closed())));
+    lab.connect(Connect::Ok).connect(Connect::After(SECOND));
+    let stack = stack(&lab, safety);
+    assert_eq!(stack.clone().oneshot(read()).await.unwrap(), 0);
+    let reading = tokio::spawn(stack.clone().oneshot(read()));
+    tokio::task::yield_now().await;
+    let first = stack.clone().oneshot(w1);
+    let third = async {
+        tokio::time::sleep(ms(500)).await;
+        lab.log.note("calls W3");
+        let result = stack.clone().oneshot(named("W3")).await;
+        lab.log.note(format!("told W3 {:?}", result.as_ref().map_err(CallError::outcome)));
+        result
+    };
+    let (third, first) = tokio::join!(biased; third, first);
+    reading.await.unwrap().unwrap();
+    (lab.log.timed(), first, third)
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_of_an_idempotent_write_lands_on_one_that_was_called_while_it_waited_for_a_connection() {
+    let put = Tagged::new("W1", Effect::Idempotent).named("put");
+    let (log, first, third) = waits_for_its_replay(Safety::refuse().replay_idempotent(), put).await;
+    assert_ne!(landed(&log), ["W3", "W1"], "{first:?} {third:?} {log:#?}");
+}
+
+/// With a key that says `None` for W3, which then touches all.
+#[tokio::test(start_paused = true)]
+async fn no_replay_of_a_write_with_a_key_lands_on_one_without_that_was_called_while_it_waited() {
+    let safety = Safety::new(|doubt: Doubt| async move {
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    });
+    let safety = safety.conflict_key(|request: &Req| (**request == "W1").then_some("k"));
+    let (log, first, third) = waits_for_its_replay(safety, named("W1")).await;
+    assert_ne!(landed(&log), ["W3", "W1"], "{first:?} {third:?} {log:#?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_after_a_check_lands_on_a_write_that_was_called_while_it_waited_for_a_connection() {
+    let safety = Safety::new(|doubt: Doubt| async move {
+        tokio::time::sleep(ms(10)).await;
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    });
+    let (log, first, third) = waits_for_its_replay(safety, named("W1")).await;
+    assert_ne!(landed(&log), ["W3", "W1"], "{first:?} {third:?} {log:#?}");
+}
+
+/// The same over real connections, without a script of who has its turn when. Returns in how many of the rounds the
+/// replay came to the server after another write that was called later and, in the end, answered.
+async fn rounds(rounds: u32) -> u32 {
+    use goaround::jsonrpc::{Client, Request};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    let mut over = 0;
+    for _ in 0..rounds {
+        let came = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let (log, first) = (Arc::clone(&came), Arc::new(AtomicBool::new(true)));
+        let connector = service_fn(move |()| {
+            let (log, dies) = (Arc::clone(&log), first.swap(false, Ordering::Relaxed));
+            async move {
+                if !dies {
+                    tokio::time::sleep(ms(20)).await;
+                }
+                let (ours, theirs) = tokio::io::duplex(1 << 16);
+                tokio::spawn(async move {
+                    let (read, mut write) = tokio::io::split(theirs);
+                    let mut lines = BufReader::new(read).lines();
+                    while let Ok(Some(line)) = lines.next_line().await {
+                        let message: serde_json::Value = serde_json::from_str(&line).unwrap();
+                        if dies && message["method"] == "put/1" {
+                            return;
+                        }
+                        log.lock().unwrap().push(message["method"].as_str().unwrap().to_owned());
+                        let answer =
+                            serde_json::json!({ "jsonrpc": "2.0", "id": message["id"], "result": 0 });
+                        write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+                    }
+                });
+                Ok::<_, BoxError>(Client::builder().connect(ours))
+            }
+        });
+        let stack = Stack::builder(connector)
+            .deadline(30 * SECOND)
+            .classify(|_: &Request| Some(Effect::Idempotent))
+            .writes(WriteSafetyLayer::refuse().replay_idempotent())
+            .build()
+            .unwrap();
+        let call = |name: &'static str| {
+            let stack = stack.clone();
+            tokio::spawn(async move { stack.send(Request::new(name, ()).unwrap()).await.is_ok() })
+        };
+        let one = call("put/1");
+        tokio::time::sleep(ms(10)).await;
+        let others: Vec<_> = (0..8).map(|_| call("put/2")).collect();
+        let replayed = one.await.unwrap();
+        for other in others {
+            assert!(other.await.unwrap());
+        }
+        let came = came.lock().unwrap();
+        let place = came.iter().position(|method| method == "put/1");
+        assert_eq!(place.is_some(), replayed);
+        over += u32::from(place.is_some_and(|place| place > 0));
+    }
+    over
+}
+
+#[tokio::test]
+async fn no_replay_comes_to_the_server_after_a_write_that_was_called_while_it_waited_over_jsonrpc() {
+    assert_eq!(rounds(20).await, 0);
+}
+
+/// The control: without reconnects inside, a write that is handed back is counted anew where it is handed over again.
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_whose_attempt_was_withdrawn_and_that_was_handed_over_again_meanwhile() {
+    let lab = Lab::new();
+    let withdrawn: Step = Box::new(move |request: Req| {
+        Box::pin(async move {
+            tokio::time::sleep(ms(5)).await;
+            Err(CallError::not_sent(format!("the time of {} is up", *request)))
+        })
+    });
+    lab.write(withdrawn).write(dies(&lab, ms(1))).write(lands(&lab, 2)).write(lands(&lab, 1));
+    let service = goaround::DeadlineLayer::new(30 * SECOND)
+        .layer(absent().attempt_timeout(ms(5)).layer(lab.connection()));
+    let (second, first) =
+        tokio::join!(service.clone().oneshot(named("W2")), service.clone().oneshot(named("W1")));
+    let log = lab.log.timed();
+    assert_eq!(second.unwrap(), 2, "{log:#?}");
+    assert_eq!(landed(&log), ["W2"], "W1 over W2: {first:?} {log:#?}");
+}
+
+// ----- the end of a handle while a write is being settled
+
+/// The connection goes away for good while W1 is in doubt: unknown, told once, listed once.
+#[tokio::test(start_paused = true)]
+async fn a_shutdown_while_a_write_is_settled_leaves_one_unknown_that_is_reported_once() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).connect(Connect::Ok).connect(Connect::Hang);
+    let safety = Safety::new(|doubt: Doubt| async move {
+        doubt.probe(read()).await?;
+        Ok::<_, BoxError>(doubt.not_landed())
+    });
+    let stack = stack(&lab, safety.quarantine(ms(100)));
+    let ledger = stack.ledger();
+    let first = tokio::spawn(stack.clone().oneshot(named("W1")));
+    tokio::time::sleep(ms(200)).await;
+    assert_eq!((stack.in_flight(), stack.shutdown(SECOND).await), (1, 1));
+    let error = first.await.unwrap().unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error}");
+    let told = lab.events.doubts() + lab.events.abandoned();
+    assert_eq!(
+        (lab.writes(), told, ledger.in_doubt().await.unwrap().len()),
+        (1, 1, 1),
+        "{:?}",
+        lab.events.all()
+    );
+    assert_eq!(stack.in_flight(), 0);
+}
+
+/// The place of a check whose call is dropped is free again.
+#[tokio::test(start_paused = true)]
+async fn the_place_of_a_check_is_free_when_its_call_is_dropped() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::ambiguous("reset")))
+        .write(fail(CallError::ambiguous("reset")))
+        .write(lands(&lab, 2));
+    let hangs = Arc::new(AtomicBool::new(true));
+    let safety = Safety::new(move |doubt: Doubt| {
+        let hangs = hangs.swap(false, Ordering::Relaxed);
+        async move {
+            if hangs {
+                std::future::pending::<()>().await;
+            }
+            Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+        }
+    });
+    let stack = stack(&lab, safety.max_checks(1).look_first().quarantine(SECOND));
+    let ledger = stack.ledger();
+    let dropped = tokio::time::timeout(ms(500), stack.clone().oneshot(named("W1"))).await;
+    assert!(dropped.is_err());
+    assert_eq!((lab.events.abandoned(), ledger.in_doubt().await.unwrap().len()), (1, 1));
+    assert_eq!(stack.oneshot(named("W2")).await.unwrap(), 2);
+    assert_eq!((lab.writes(), lab.events.abandoned()), (3, 1));
+}
+
+// ----- a panic of the caller's code further in, caught in between
+
+/// As `tower_http`'s: a panic is an error.
+#[derive(Clone)]
+struct Catch<S>(S);
+
+impl<S> Service<Req> for Catch<S>
+where
+    S: Service<Req, Response = Res, Error = CallError>,
+    S::Future: Send + 'static,
+{
+    type Response = Res;
+    type Error = CallError;
+    type Future = Answer;
+
+    fn poll_ready(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), CallError>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Answer {
+        match std::panic::catch_unwind(AssertUnwindSafe(|| self.0.call(request))) {
+            Ok(answer) => Box::pin(answer),
+            Err(_) => Box::pin(std::future::ready(Err(CallError::ambiguous("it panicked")))),
+        }
+    }
+}
+
+/// The control: a connection that panics is an unknown that the outer layer reports.
+#[tokio::test(start_paused = true)]
+async fn an_unknown_is_reported_where_the_connection_panics_and_that_is_caught_in_between() {
+    let lab = Lab::new();
+    lab.write(Box::new(|_| panic!("below")));
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(Catch(lab.connection()));
+    let ledger = outer.ledger();
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert_eq!(
+        (lab.events.doubts(), ledger.in_doubt().await.unwrap().len()),
+        (1, 1),
+        "{:?}",
+        lab.events.all()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unknown_is_reported_where_the_key_function_of_a_layer_further_in_panics() {
+    let lab = Lab::new();
+    let inner = Safety::refuse().conflict_key(|_| -> Option<&str> { panic!("in the key") });
+    let inner = inner.on_event(lab.events.sink()).layer(lab.connection());
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(Catch(inner));
+    let ledger = outer.ledger();
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert_eq!(
+        (lab.events.doubts(), ledger.in_doubt().await.unwrap().len()),
+        (1, 1),
+        "{:?}",
+        lab.events.all()
+    );
+}
+
+/// A retry in between hands it over again after the panic, and that copy is sent and lost.
+#[tokio::test(start_paused = true)]
+async fn an_unknown_is_reported_where_a_copy_was_made_after_a_panic_further_in() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::ambiguous("reset")));
+    let first = Arc::new(AtomicBool::new(true));
+    let inner = Safety::refuse().conflict_key(move |_: &Req| -> Option<&str> {
+        assert!(!first.swap(false, Ordering::Relaxed), "in the key");
+        Some("k")
+    });
+    let inner = Catch(inner.on_event(lab.events.sink()).layer(lab.connection()));
+    let inner = tower::util::BoxCloneService::new(inner);
+    let twice = service_fn(move |request: Req| -> Answer {
+        let inner = inner.clone();
+        // Lazy, both of them.
+        let again: Answer = Box::pin(inner.clone().oneshot(request.try_clone().unwrap()));
+        let first: Answer = Box::pin(inner.oneshot(request));
+        Box::pin(async move {
+            match first.await {
+                Err(_) => again.await,
+                done => done,
+            }
+        })
+    });
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(twice);
+    let error = outer.oneshot(write()).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(lab.events.doubts() >= 1, "{:?}", lab.events.all());
+}
