@@ -709,8 +709,7 @@ impl Activity {
         let mut state = self.lock();
         // A connection that has it already, and has not withdrawn it.
         state.copied |= state.adopted && !state.withdrawn;
-        if state.is_over() && !off!(AttemptTime) {
-            state.withdrawn = true;
+        if !state.may_begin() {
             return false;
         }
         state.adopted = true;
@@ -788,8 +787,7 @@ impl Activity {
     /// Says that a layer further in reports what becomes of the attempt. `false` as for [`Activity::adopt`].
     pub(crate) fn take_over(&self) -> bool {
         let mut state = self.lock();
-        if state.is_over() && !off!(AttemptTime) {
-            state.withdrawn = true;
+        if !state.may_begin() {
             return false;
         }
         // Another copy, which is there still or was sent.
@@ -875,8 +873,7 @@ impl Activity {
         let mut state = self.lock();
         // Another one, which has not come back.
         state.copied |= state.given.contains(&Some(by));
-        if state.is_over() && !off!(AttemptTime) {
-            state.withdrawn = true;
+        if !state.may_begin() {
             return false;
         }
         self.waiting.store(false, Ordering::Relaxed);
@@ -905,8 +902,11 @@ impl Activity {
 }
 
 impl ActivityState {
-    fn is_over(&self) -> bool {
-        self.over || self.is_within_what_ended()
+    /// Whether somebody may still begin with it; one that is over is withdrawn.
+    fn may_begin(&mut self) -> bool {
+        let over = (self.over || self.is_within_what_ended()) && !off!(AttemptTime);
+        self.withdrawn |= over;
+        !over
     }
 
     fn is_within_what_ended(&self) -> bool {

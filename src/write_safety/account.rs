@@ -303,14 +303,14 @@ impl GivenBack {
         }
     }
 
-    /// Gives it back where the caller goes away, so that the layer further out has no answer to go by.
-    fn give_unread(&mut self, told: bool) {
+    /// Gives it back where the caller goes away: the layer further out cannot see that nothing was done, and its key
+    /// would stay blocked with nobody told.
+    pub(super) fn give_unread(&mut self) {
         if self.not_done
             && let Some(above) = &self.above
         {
             above.withdrawn();
         }
-        self.told |= told;
         self.give();
     }
 }
@@ -356,7 +356,8 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
-        self.back.give_unread(self.news.as_ref().is_some_and(|news| news.abandoned.is_some()));
+        self.back.told |= self.news.as_ref().is_some_and(|news| news.abandoned.is_some());
+        self.back.give_unread();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             match &news.abandoned {
                 Some(_) if off!(DropGuard) => {}

@@ -715,17 +715,14 @@ where
 
     /// Nothing was sent, and the attempt's time was up: another hand-over, which is no replay.
     fn hand_over_again(&mut self, mut error: CallError) -> Next<S::Response> {
+        if self.parts.above.as_ref().is_some_and(|above| above.activity.has_ended()) {
+            // Nobody waits for it further out, so that nothing of it would be sent now either.
+            return Next::Resolve(Err(error));
+        }
         let request = error
             .take_request_of::<Req>(Some(self.parts.call))
             .or_else(|| self.parts.kept.as_ref().and_then(replica));
         let in_time = self.parts.until.left(Instant::now()).is_none_or(|left| left > LEAST_ATTEMPT);
-        if self.parts.above.as_ref().is_some_and(|above| above.activity.has_ended()) {
-            // Nobody waits for it further out, so that nothing of it would be sent now either.
-            return Next::Resolve(Err(match request {
-                Some(request) => error.with_request(request),
-                None => error,
-            }));
-        }
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
@@ -1207,7 +1204,9 @@ where
     /// has to be waited for, what is left of the call is that.
     fn close(&mut self, mut result: Result<S::Response, CallError>) -> Closed<S::Response> {
         if result.is_ok() && self.is_plain() {
-            self.give_the_report_back(false, false);
+            if self.parts.above.is_some() {
+                self.what_goes_back(false, false).give();
+            }
             return Ok(result);
         }
         if let Err(error) = &mut result {
@@ -1268,11 +1267,7 @@ where
         });
         let failure = Some(self.parts.basis).filter(|_| self.parts.outermost);
         let news = News { events: self.parts.events.share(), doubt, success, failure, abandoned };
-        let mut back = GivenBack {
-            above: self.parts.above.take().map(|above| above.activity),
-            told: doubtful && result.is_err(),
-            not_done: outcome == Some(Outcome::NotDone),
-        };
+        let mut back = self.what_goes_back(doubtful && result.is_err(), outcome == Some(Outcome::NotDone));
         match step {
             None => {
                 back.give();
@@ -1424,11 +1419,10 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
 
     /// The call is over here. A layer further out reports what becomes of it from now on, unless this one, or one
     /// further in, has told that it is in doubt.
-    #[inline]
-    fn give_the_report_back(&self, told: bool, not_done: bool) {
-        if let Some(above) = &self.parts.above {
-            above.activity.give_the_report_back(told, not_done);
-        }
+    #[cold]
+    #[inline(never)]
+    fn what_goes_back(&mut self, told: bool, not_done: bool) -> GivenBack {
+        GivenBack { above: self.parts.above.take().map(|above| above.activity), told, not_done }
     }
 
     /// What the ledger says of the write from now on.
@@ -1501,11 +1495,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
         };
-        self.give_the_report_back(in_doubt, !in_doubt);
-        if let Some(outer) = self.parts.above.as_ref().filter(|_| !in_doubt) {
-            // That layer cannot see it, and its key would stay blocked with nobody told.
-            outer.activity.withdrawn();
-        }
+        self.what_goes_back(in_doubt, !in_doubt).give_unread();
         self.parts.account.interrupt();
         let _ = self.enter_end(&state);
         if in_doubt && !self.parts.current.activity.is_taken_over() {
