@@ -14,7 +14,7 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack,
+    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack, Tagged,
     WriteSafetyLayer,
     write_safety::{
         KeyedWrites,
@@ -64,13 +64,20 @@ where
 
 // ----- a busy loop: the outer attempt is over, and the inner layer hands over again and again
 
+/// A layer whose connect takes ten seconds; what it hands over is counted.
+fn connects_slowly(
+    calls: &Arc<AtomicU32>,
+) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static {
+    let lab = Lab::new();
+    lab.connect(Connect::After(10 * SECOND)).write(answer(1));
+    Safety::refuse().layer(counted(ReconnectLayer::once().layer(lab.connector()), calls))
+}
+
 /// The inner layer's connect outlasts the attempt of the layer around it.
 #[tokio::test(start_paused = true)]
 async fn an_inner_layer_does_not_spin_once_the_outer_attempt_is_over() {
-    let lab = Lab::new();
-    lab.connect(Connect::After(10 * SECOND)).write(answer(1));
     let calls = Arc::default();
-    let inner = Safety::refuse().layer(counted(ReconnectLayer::once().layer(lab.connector()), &calls));
+    let inner = connects_slowly(&calls);
     let service = ServiceBuilder::new()
         .layer(DeadlineLayer::new(60 * SECOND))
         .layer(Safety::refuse().attempt_timeout(5 * SECOND))
@@ -82,10 +89,8 @@ async fn an_inner_layer_does_not_spin_once_the_outer_attempt_is_over() {
 /// The same without any option, where a gateway has a task of its own and its caller goes away.
 #[tokio::test(start_paused = true)]
 async fn an_inner_layer_in_a_task_does_not_spin_once_its_caller_is_gone() {
-    let lab = Lab::new();
-    lab.connect(Connect::After(10 * SECOND)).write(answer(1));
     let calls = Arc::default();
-    let inner = Safety::refuse().layer(counted(ReconnectLayer::once().layer(lab.connector()), &calls));
+    let inner = connects_slowly(&calls);
     let service = ServiceBuilder::new()
         .layer(DeadlineLayer::new(60 * SECOND))
         .layer(Safety::refuse())
@@ -449,20 +454,18 @@ async fn a_write_that_the_sdks_connection_had_not_sent_when_it_closed_is_in_no_d
 
 // ----- what is a read outside and a write inside, handed back over an unknown attempt
 
-/// As `a_reconnect_layer_hands_no_write_over_again_that_is_unknown` in `nested.rs`, with a rule of the layer further in
-/// that says more than the request does: the reconnect layer around takes it for a read.
-async fn unknown_further_in(safety: fn() -> Safety) -> (usize, Result<Res, Outcome>, Vec<String>) {
-    let lab = Lab::new();
-    lab.write(fail(closed())).write(answer(1));
-    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
+/// A reconnect layer around connections that have these layers: the first of them attempts the write, and then finds no
+/// connection; the next one takes that long.
+fn over_layers(lab: &Lab, safety: fn() -> Safety, wait: Duration) -> BoxCloneService<Req, Res, CallError> {
     let (inner, connects) = (lab.clone(), AtomicU32::new(0));
+    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
     let connector = service_fn(move |()| {
         let layer = safety().on_event(inner.events.sink());
         let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
         let first = connects.fetch_add(1, Relaxed) == 0;
         async move {
             if !first {
-                tokio::time::sleep(15 * SECOND).await;
+                tokio::time::sleep(wait).await;
             }
             Ok::<_, BoxError>(service)
         }
@@ -471,6 +474,28 @@ async fn unknown_further_in(safety: fn() -> Safety) -> (usize, Result<Res, Outco
         .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
         .layer(ReconnectLayer::once())
         .service(connector);
+    BoxCloneService::new(service)
+}
+
+/// W1 is idempotent and lost, and its replay finds no connection: it is not handed over again, before W2 or on top of it.
+#[tokio::test(start_paused = true)]
+async fn a_reconnect_layer_hands_no_write_over_again_that_is_unknown() {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(2)).write(answer(1));
+    let service = over_layers(&lab, || Safety::refuse().replay_idempotent(), 5 * SECOND);
+    let idempotent = || Tagged::new("w", Effect::Idempotent).named("put");
+    let error = service.clone().oneshot(idempotent()).await.unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
+    assert_eq!(service.oneshot(idempotent()).await.unwrap(), 2);
+    assert_eq!(lab.writes(), 2, "W1, W2, and W1 again over it");
+}
+
+/// With a rule of the layer further in that says more than the request does: the reconnect layer around takes it for a
+/// read.
+async fn unknown_further_in(safety: fn() -> Safety) -> (usize, Result<Res, Outcome>, Vec<String>) {
+    let lab = Lab::new();
+    lab.write(fail(closed())).write(answer(1));
+    let service = over_layers(&lab, safety, 15 * SECOND);
     let result = service.oneshot(read()).await.map_err(|error| error.outcome());
     (lab.writes(), result, lab.log.timed())
 }

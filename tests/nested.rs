@@ -3,13 +3,10 @@
 
 mod lab;
 
-use std::{
-    future::ready,
-    sync::{Arc, Mutex},
-};
+use std::future::ready;
 
 use goaround::{
-    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack, Tagged,
+    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack,
     WriteSafetyLayer,
     write_safety::{
         KeyedAnswer, KeyedWrites,
@@ -60,38 +57,6 @@ async fn without_an_outer_layer_a_key_whose_time_is_over_leaves_the_write_unknow
     let result = service.oneshot(write()).await;
     assert_eq!(lab.writes(), 1);
     assert_eq!(result.unwrap_err().outcome(), Outcome::Unknown);
-}
-
-/// The same by a reconnect layer around: what its connection is made of has attempted the write before. W1 is idempotent
-/// and lost, and its replay finds no connection. It is handed over again all the same, on top of W2, which was answered
-/// meanwhile.
-#[tokio::test(start_paused = true)]
-async fn a_reconnect_layer_hands_no_write_over_again_that_is_unknown() {
-    let lab = Lab::new();
-    lab.write(fail(closed())).write(answer(2)).write(answer(1));
-    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
-    let inner = lab.clone();
-    let connects = Arc::new(Mutex::new(0));
-    let connector = service_fn(move |()| {
-        let safety = Safety::refuse().replay_idempotent();
-        let service = safety.layer(ReconnectLayer::once().layer(inner.connector()));
-        let first = std::mem::replace(&mut *connects.lock().unwrap(), 1) == 0;
-        async move {
-            if !first {
-                tokio::time::sleep(5 * SECOND).await;
-            }
-            Ok::<_, BoxError>(service)
-        }
-    });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(ReconnectLayer::once())
-        .service(connector);
-    let idempotent = || Tagged::new("w", Effect::Idempotent).named("put");
-    let error = service.clone().oneshot(idempotent()).await.unwrap_err();
-    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
-    assert_eq!(service.oneshot(idempotent()).await.unwrap(), 2);
-    assert_eq!(lab.writes(), 2, "W1, W2, and W1 again over it");
 }
 
 // ----- a request that is handed back

@@ -11,7 +11,8 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, CallError, Effect, Outcome, Stack, Tagged, WriteSafetyLayer, write_safety::ledger::Ledger,
+    BoxError, Call, CallError, Effect, Outcome, Stack, Tagged, WriteSafetyLayer,
+    write_safety::{WriteSafety, ledger::Ledger},
 };
 use lab::*;
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -339,12 +340,10 @@ where
     }
 }
 
-/// The control: a connection that panics is an unknown that the outer layer reports.
-#[tokio::test(start_paused = true)]
-async fn an_unknown_is_reported_where_the_connection_panics_and_that_is_caught_in_between() {
-    let lab = Lab::new();
-    lab.write(Box::new(|_| panic!("below")));
-    let outer = Safety::refuse().on_event(lab.events.sink()).layer(Catch(lab.connection()));
+async fn it_is_reported<S>(lab: &Lab, outer: WriteSafety<S, Req, Res>)
+where
+    S: Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static,
+{
     let ledger = outer.ledger();
     let error = outer.oneshot(write()).await.unwrap_err();
     assert_eq!(error.outcome(), Outcome::Unknown);
@@ -356,21 +355,22 @@ async fn an_unknown_is_reported_where_the_connection_panics_and_that_is_caught_i
     );
 }
 
+/// The control: a connection that panics is an unknown that the outer layer reports.
+#[tokio::test(start_paused = true)]
+async fn an_unknown_is_reported_where_the_connection_panics_and_that_is_caught_in_between() {
+    let lab = Lab::new();
+    lab.write(Box::new(|_| panic!("below")));
+    let outer = Safety::refuse().on_event(lab.events.sink()).layer(Catch(lab.connection()));
+    it_is_reported(&lab, outer).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_unknown_is_reported_where_the_key_function_of_a_layer_further_in_panics() {
     let lab = Lab::new();
     let inner = Safety::refuse().conflict_key(|_| -> Option<&str> { panic!("in the key") });
     let inner = inner.on_event(lab.events.sink()).layer(lab.connection());
     let outer = Safety::refuse().on_event(lab.events.sink()).layer(Catch(inner));
-    let ledger = outer.ledger();
-    let error = outer.oneshot(write()).await.unwrap_err();
-    assert_eq!(error.outcome(), Outcome::Unknown);
-    assert_eq!(
-        (lab.events.doubts(), ledger.in_doubt().await.unwrap().len()),
-        (1, 1),
-        "{:?}",
-        lab.events.all()
-    );
+    it_is_reported(&lab, outer).await;
 }
 
 /// A retry in between hands it over again after the panic, and that copy is sent and lost.
