@@ -67,4 +67,9 @@ impl Default {
     pub(super) fn from(self, now: Instant) -> Deadline {
         self.0.map_or(Deadline::Never, |limit| Deadline::after(now, limit))
     }
+
+    #[inline]
+    pub(super) const fn is_over_at_once(self) -> bool {
+        matches!(self.0, Some(Duration::ZERO))
+    }
 }
