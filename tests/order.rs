@@ -402,3 +402,23 @@ async fn an_unknown_is_reported_where_a_copy_was_made_after_a_panic_further_in()
     assert_eq!(error.outcome(), Outcome::Unknown);
     assert!(lab.events.doubts() >= 1, "{:?}", lab.events.all());
 }
+
+#[tokio::test(start_paused = true)]
+async fn that_a_write_waits_for_a_connection_is_one_attempt_however_long_it_takes() {
+    for comes in [true, false] {
+        let lab = Lab::new();
+        lab.write(lands(&lab, 1));
+        lab.connect(Connect::After(if comes { 29 * SECOND } else { 60 * SECOND }));
+        let result = stack(&lab, absent()).send(named("w1")).await;
+        assert_eq!(lab.log.count("lands w1"), usize::from(comes));
+        match result {
+            Ok(answer) => assert_eq!((answer, comes), (1, true)),
+            Err(error) => {
+                assert_eq!((error.outcome(), error.attempts().len(), comes), (Outcome::NotDone, 1, false));
+                assert!(error.to_string().contains("no connection yet"), "{error}");
+            }
+        }
+        // One attempt is nothing to report, and there was nothing to doubt.
+        assert_eq!((lab.events.calls(), lab.events.doubts()), (0, 0), "{comes}");
+    }
+}

@@ -726,6 +726,11 @@ where
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
+                if self.parts.current.activity.is_waiting() {
+                    // To have waited for a connection that did not come is no attempt.
+                    let waited = Cause::AttemptTimeout.name();
+                    error.attempts_mut().retain(|it| it.generation.is_some() || it.cause != waited);
+                }
                 if self.attempts.len() < ATTEMPTS_KEPT {
                     self.attempts.append(error.attempts_mut());
                 }
