@@ -33,8 +33,9 @@ pub enum Event<'a> {
     /// says so to its caller alone.
     Call(&'a CallReport),
     /// A connection closed. Emitted when the connect that followed it has ended, so that it can say what was
-    /// there before and after: with the next call, or at the shutdown. A first connect that fails is not an
-    /// incident but the error of the calls that waited for it.
+    /// there before and after: with the next call, or at the shutdown. It may so come after the
+    /// [`InDoubt`](Event::InDoubt) of a write that the same closure put in doubt, and after the write's error. A first
+    /// connect that fails is not an incident but the error of the calls that waited for it.
     Incident(&'a Incident),
     /// A read succeeded on the connection that followed a closure.
     Recovery(&'a Recovery),
@@ -63,7 +64,8 @@ pub struct CallReport {
     pub basis: Basis,
     /// Its attempts, in their order.
     pub attempts: Vec<Attempt>,
-    /// `None` for a success.
+    /// What is known of a call that failed; `None` for a success, since an [`Outcome`] is what an error knows. As
+    /// JSON that is `null`.
     pub outcome: Option<Outcome>,
     /// What the layers noted, such as why a retry was suppressed.
     pub notes: Vec<String>,
@@ -163,7 +165,9 @@ pub struct DoubtReport {
     pub fence: Option<Fence>,
     /// Whether the call was handed over a second time.
     pub replayed: bool,
-    /// `None` for a success.
+    /// What is known of a write that got no answer, or an error; `None` for a success: it was answered late, its replay
+    /// was, or the check or [`landed_with`](crate::WriteSafetyLayer::landed_with) gave its response. As JSON that is
+    /// `null`.
     pub outcome: Option<Outcome>,
 }
 

@@ -587,6 +587,19 @@ pub struct StackBuilder<M, Req, Res> {
     of: PhantomData<fn(Req) -> Res>,
 }
 
+/// A function that [`StackBuilder::check`] takes: every `Fn(InDoubt<Req, Res>) -> Fut` is one, and nothing else.
+///
+/// It is a trait of its own only so that the compiler can say where a check goes that is no function.
+#[diagnostic::on_unimplemented(
+    message = "`check(..)` takes a function of a write in doubt, and `{Self}` is none",
+    label = "no function of an `InDoubt<{Req}, {Res}>`",
+    note = "a ready-made check, or another `EffectCheck`, goes in by `.writes(WriteSafetyLayer::new(check))`",
+    note = "around the official SDK one of `mcp::checks` has to be wrapped besides: `sdk::check(check)`"
+)]
+pub trait CheckFunction<Req, Res, Fut>: Fn(InDoubt<Req, Res>) -> Fut {}
+
+impl<F, Fut, Req, Res> CheckFunction<Req, Res, Fut> for F where F: Fn(InDoubt<Req, Res>) -> Fut {}
+
 /// What is wrong with a stack's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("wrong configuration: {0}")]
@@ -628,17 +641,34 @@ where
         self
     }
 
-    /// Settles writes in doubt by that check, a function: short for [`writes`](Self::writes) with
-    /// [`WriteSafetyLayer::new`], which takes any [`EffectCheck`](crate::EffectCheck), the ready-made ones of
-    /// [`mcp::checks`](crate::mcp::checks) among them. Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
+    /// Settles writes in doubt by that function of an [`InDoubt`]; a ready-made check goes in by
+    /// [`writes`](Self::writes), as `.writes(WriteSafetyLayer::new(check))`.
+    ///
+    /// It is short for that, and tells a closure what it is given, so that `|doubt| async move { .. }` needs no
+    /// types. [`WriteSafetyLayer::new`] takes any [`EffectCheck`](crate::EffectCheck): a function, a closure whose
+    /// argument has a type, or one of [`mcp::checks`](crate::mcp::checks). Give one of the two, not both. Without
+    /// either, every write in doubt is unknown and none is replayed.
     ///
     /// The check is asked about all writes of the stack. A replay needs a fence besides, such as
     /// [`Child::exit_ends_effects`](crate::stdio::Child::exit_ends_effects) on the connector or
     /// [`WriteSafetyLayer::quarantine`].
+    ///
+    /// ```
+    /// use goaround::{ConfigError, Stack, WriteSafetyLayer, mcp::{self, checks}};
+    ///
+    /// # fn build(server: mcp::Stdio, other: mcp::Stdio) -> Result<(), ConfigError> {
+    /// let _by_a_function =
+    ///     Stack::builder(server).check(|doubt| async move { Ok(doubt.unknown("nobody looked")) }).build()?;
+    ///
+    /// let ready_made = checks::read_back("put").by_tool("get").argument("/id", "/id").same("/text", "/text");
+    /// let _by_a_ready_made_one = Stack::builder(other).writes(WriteSafetyLayer::new(ready_made)).build()?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn check<F, Fut>(self, check: F) -> Self
     where
-        F: Fn(InDoubt<Req, Res>) -> Fut + Send + Sync + 'static,
+        F: CheckFunction<Req, Res, Fut> + Send + Sync + 'static,
         Fut: Future<Output = Result<Verdict<Res>, BoxError>> + Send + 'static,
     {
         self.writes(WriteSafetyLayer::new(check))
