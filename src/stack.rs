@@ -724,9 +724,9 @@ where
         let (deadline, writes, retry, reconnect) = match events.is_set() {
             true => (
                 deadline.with_events(events.clone()),
-                writes.with_events(events.clone()),
-                retry.with_events(events.clone()),
-                reconnect.with_events(events.clone()),
+                writes.with_events(events.inner()),
+                retry.with_events(events.inner()),
+                reconnect.with_events(events.inner()),
             ),
             false => (deadline, writes, retry, reconnect),
         };
