@@ -12,8 +12,8 @@ use std::{
 
 use fastrand::Rng;
 use goaround::{
-    BoxError, Call, CallError, Effect, Event, Evidence, InDoubt, Outcome, ReconnectLayer, Refusal,
-    RetryReadOnly, Scope, Settled, Stack, Verdict, WriteSafetyLayer,
+    BoxError, Call, CallContext, CallError, Effect, Event, Evidence, InDoubt, Outcome, ReconnectLayer,
+    Refusal, RetryReadOnly, Scope, Settled, Stack, Verdict, WriteSafetyLayer,
     retry::budget::{Budget, Throttle},
     write_safety::{
         KeyedWrites, Resolve,
@@ -86,6 +86,8 @@ pub fn panicked(panic: &PanicHookInfo<'_>) {
 pub fn run<H: Harness>(seed: u64, lies: Lies, record: bool) -> Flown {
     // The jitter's draws, too.
     fastrand::seed(seed);
+    // This thread's source of names is drawn once, and must not be so in the middle of a seed: names have an order.
+    CallContext::new().assign_id();
     let runtime = Rested::take();
     let world = runtime.enter(|| World::new(seed, lies, H::SORT, record));
     let mut rng = Rng::with_seed(seed ^ 0x5eed);
