@@ -897,12 +897,12 @@ where
     /// while its key is in doubt.
     #[cold]
     fn look_before_it_goes(&mut self) {
-        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some();
+        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some() && !off!(KeyWait);
         let is_last = self.is_last_write();
         match &self.replay {
-            Some(_) if is_last => {}
+            Some(_) if is_last || off!(ReplayWait) => {}
             None if !in_its_way() => {
-                if !is_last {
+                if !is_last && !off!(WriteWait) {
                     self.count_hand_over();
                 }
             }

@@ -89,7 +89,7 @@ pub async fn connect(world: &World) -> Result<Process, BoxError> {
     let early = world.chance(30).then(|| Starting(Some(world.start_process())));
     let most = match world.plan().favours {
         Favours::SlowConnects => 15_000,
-        Favours::Windows => 6_000,
+        Favours::Windows | Favours::LateTurns => 6_000,
         _ => 2_000,
     };
     sleep(world.wait(most)).await;

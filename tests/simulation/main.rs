@@ -15,6 +15,7 @@ mod controls;
 mod fly;
 mod full;
 mod judge;
+mod late;
 mod lean;
 mod ledger;
 mod world;
