@@ -64,6 +64,8 @@ mod switches {
         ReplayWait,
         /// A write that waits for its connection counts as handed over when it goes.
         WriteWait,
+        /// One that is called and polled later counts as handed over when it is polled first.
+        FirstPoll,
         /// A write is replayed once.
         Once,
         /// A write whose future is dropped is reported.

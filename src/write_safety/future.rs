@@ -370,6 +370,9 @@ where
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
             self.close_by_fence();
+            if first {
+                self.look_as_it_begins();
+            }
             if self.parts.current.activity.is_waiting() {
                 self.look_before_it_goes();
             }
@@ -890,6 +893,20 @@ where
         attempt.set(Some(service.call(request)));
         self.handing_over = false;
         Poll::Ready(Ok(()))
+    }
+
+    /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
+    /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
+    fn look_as_it_begins(&self) {
+        if self.is_last_write() || off!(FirstPoll) {
+            return;
+        }
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        match &self.parts.hold {
+            Some(hold) => hold.goes_later(),
+            None if config.may_replay() && !config.independent_writes => _ = shared.conflicts.hand_over(),
+            None => {}
+        }
     }
 
     /// What waits for a connection goes out later than it was counted. A replay must not go over a write that was handed

@@ -210,6 +210,15 @@ pub const GUARDS: &[Control] = {
                 &["overwritten"],
             ),
         ),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard(
+                "a write that is polled late not counted when it is",
+                Kind::Lean,
+                Guard::FirstPoll,
+                &["overwritten"],
+            ),
+        ),
         guard("a second replay", Kind::Full, Guard::Once, &["attempts"]),
         guard("the drop guard off", Kind::Full, Guard::DropGuard, &["unreported"]),
         guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),

@@ -362,6 +362,10 @@ impl Caller {
             request = request.within(limit);
         }
         let id = request.context_mut().assign_id();
+        let (start, limit) = (Instant::now(), self.limit.unwrap_or(self.default));
+        let late = world.plan().late.as_ref();
+        let mut turns = late.and_then(|late| late.turns(token, start.checked_add(limit)));
+        let calls_first = turns.as_ref().is_some_and(|turns| turns.calls_first);
         {
             let mut state = world.lock();
             let begun = state.tick();
@@ -375,6 +379,7 @@ impl Caller {
                 is_write: self.is_write,
                 is_idempotent: self.is_idempotent,
                 begun,
+                calls_first,
                 started: true,
                 may_replay,
                 ..Seen::default()
@@ -383,11 +388,8 @@ impl Caller {
         }
         let what = if self.is_write { "write" } else { "read" };
         note!(world, "{what} {token}, within {:?}", self.limit.unwrap_or(self.default));
-        let (start, limit) = (Instant::now(), self.limit.unwrap_or(self.default));
-        let late = world.plan().late.as_ref();
-        let mut turns = late.and_then(|late| late.turns(token, start.checked_add(limit)));
-        let told = match turns.as_ref().is_some_and(|turns| turns.calls_first) {
-            true => self.wait(calls_first::<H>(stack.clone(), request), &mut turns, &world).await,
+        let told = match calls_first {
+            true => self.wait(call_first::<H>(stack.clone(), request), &mut turns, &world).await,
             false => self.wait(stack.send(request), &mut turns, &world).await,
         };
         let took = start.elapsed();
@@ -468,7 +470,7 @@ impl Caller {
 }
 
 /// As a task does that calls and then has something else to do before it waits for the answer.
-async fn calls_first<H: Harness>(mut stack: Stacked<H>, request: H::Req) -> Result<H::Res, CallError> {
+async fn call_first<H: Harness>(mut stack: Stacked<H>, request: H::Req) -> Result<H::Res, CallError> {
     let sending = stack.ready().await?.call(request);
     let mut is_polled = false;
     poll_fn(|cx| {

@@ -150,10 +150,7 @@ impl Service<Tagged<u32>> for Connection {
     fn call(&mut self, request: Tagged<u32>) -> Answer {
         let process = self.0.clone();
         match request.context().effect().unwrap_or(request.effect()).is_write() {
-            true => {
-                process.handed(*request);
-                Box::pin(write(process, request))
-            }
+            true => Box::pin(write(process, request)),
             false => Box::pin(read(process, *request)),
         }
     }
@@ -230,6 +227,8 @@ impl Drop for Waits {
 
 async fn write(process: Process, request: Tagged<u32>) -> Result<u32, CallError> {
     let (world, token) = (process.world.clone(), *request);
+    // As many services do it begins when it is polled first.
+    process.handed(token);
     let activity = request.context().activity().cloned().filter(|_| world.plan().marks);
     let (until, deadline) = (request.context().attempt_until(), request.context().deadline().instant());
     let queues = world.plan().marks || world.plan().lies.unmarked;

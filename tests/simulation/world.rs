@@ -454,6 +454,8 @@ pub struct Seen {
     pub crashed: bool,
     /// When it was made, by the count of what happens.
     pub begun: u64,
+    /// Whether its caller calls, and polls what it called only later.
+    pub calls_first: bool,
     /// When its caller was told that it is done.
     pub acknowledged: Option<u64>,
     pub reports: Reports,
@@ -835,8 +837,9 @@ impl World {
             }
         }
         if self.plan().keys && !self.plan().lies.wrong_key && self.key(token).is_some() && first {
-            // Nor does one go that was called before. One that is handed over again may be a replay.
-            let went = state.went(token).unwrap_or(seen.begun);
+            // Nor does one go that was called before and waits; but what was called on a connection is with that one,
+            // also if it sends only what is polled. One that is handed over again may be a replay.
+            let went = state.went(token).filter(|_| !seen.calls_first).unwrap_or(seen.begun);
             for (other, held) in &state.calls {
                 if *other != token
                     && self.key(*other) == self.key(token)
