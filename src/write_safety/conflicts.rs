@@ -197,6 +197,14 @@ impl Hold {
         self.writes = state.hand_over(self.id);
     }
 
+    /// It may go only now, and may have gone when it was handed over.
+    pub(super) fn goes_later(&self) {
+        self.of.all.fetch_add(1, Ordering::AcqRel);
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.hand_over(self.id);
+        }
+    }
+
     /// Whether no write that touches it was handed over since.
     pub(super) fn is_last(&self) -> bool {
         let writes = self.of.lock().get(&self.key).map(|state| state.writes);

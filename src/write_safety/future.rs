@@ -370,6 +370,9 @@ where
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
             self.close_by_fence();
+            if first {
+                self.look_as_it_begins();
+            }
             if self.parts.current.activity.is_waiting() {
                 self.look_before_it_goes();
             }
@@ -897,17 +900,31 @@ where
         Poll::Ready(Ok(()))
     }
 
+    /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
+    /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
+    fn look_as_it_begins(&self) {
+        if self.is_last_write() || off!(FirstPoll) {
+            return;
+        }
+        let Lane { config, shared, .. } = &*self.parts.lane;
+        match &self.parts.hold {
+            Some(hold) => hold.goes_later(),
+            None if config.may_replay() && !config.independent_writes => _ = shared.conflicts.hand_over(),
+            None => {}
+        }
+    }
+
     /// What waits for a connection goes out later than it was counted. A replay must not go over a write that was handed
     /// over meanwhile; any other write counts as handed over when it goes, so that no replay lands on it, and does not go
     /// while its key is in doubt.
     #[cold]
     fn look_before_it_goes(&mut self) {
-        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some();
+        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some() && !off!(KeyWait);
         let is_last = self.is_last_write();
         match &self.replay {
-            Some(_) if is_last => {}
+            Some(_) if is_last || off!(ReplayWait) => {}
             None if !in_its_way() => {
-                if !is_last {
+                if !is_last && !off!(WriteWait) {
                     self.count_hand_over();
                 }
             }

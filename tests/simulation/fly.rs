@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind},
     pin::pin,
     sync::Arc,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
@@ -24,10 +24,11 @@ use tokio::{
     runtime::Runtime,
     time::{Instant, advance, sleep, timeout},
 };
-use tower::Service;
+use tower::{Service, ServiceExt};
 
 use crate::{
     judge::{Told, Wrong, is_in_doubt, judge, judge_memory, judge_now},
+    late::Turns,
     ledger::Store,
     world::{Branch, CANARIES, Favours, Lies, Plan, Seen, Sort, World, ms, note},
 };
@@ -64,7 +65,7 @@ type Stacked<H> = Stack<<H as Harness>::Connector, <H as Harness>::Req, <H as Ha
 #[derive(Debug)]
 pub struct Flown {
     pub wrong: Vec<Wrong>,
-    pub covered: u64,
+    pub covered: u128,
     pub history: String,
 }
 
@@ -290,7 +291,7 @@ fn heed(world: &World, event: Event<'_>) {
         Event::InDoubt(r) => (Some(r.call), Branch::Unknown),
         Event::Abandoned(r) => (r.call, Branch::Abandoned),
         Event::Incident(r) => {
-            state.covered |= u64::from(r.overlap) << Branch::Overlap as u64;
+            state.covered |= u128::from(r.overlap) << Branch::Overlap as u64;
             return;
         }
         Event::LateAnswer(_) => {
@@ -303,13 +304,14 @@ fn heed(world: &World, event: Event<'_>) {
     if let Event::InDoubt(r) = event
         && r.reason.as_ref().is_some_and(|reason| reason.contains("another write was handed over since"))
     {
-        state.covered |= 1 << Branch::OtherWriteSince as u64;
+        let branch = if r.replayed { Branch::Overtaken } else { Branch::OtherWriteSince };
+        state.covered |= 1 << branch as u64;
     }
     if let Event::InDoubt(r) = event
         && let Some(reason) = &r.reason
     {
         let over = reason.contains(KEY_IS_OVER);
-        state.covered |= u64::from(over) << Branch::WindowPassed as u64;
+        state.covered |= u128::from(over) << Branch::WindowPassed as u64;
     }
     if let Event::InDoubt(r) = event
         && r.replayed
@@ -413,6 +415,10 @@ impl Caller {
             request = request.within(limit);
         }
         let id = request.context_mut().assign_id();
+        let (start, limit) = (Instant::now(), self.limit.unwrap_or(self.default));
+        let late = world.plan().late.as_ref();
+        let mut turns = late.and_then(|late| late.turns(token, start.checked_add(limit)));
+        let calls_first = turns.as_ref().is_some_and(|turns| turns.calls_first);
         {
             let mut state = world.lock();
             let begun = state.tick();
@@ -426,6 +432,7 @@ impl Caller {
                 is_write: self.is_write,
                 is_idempotent: self.is_idempotent,
                 begun,
+                calls_first,
                 started: true,
                 may_replay,
                 ..Seen::default()
@@ -434,10 +441,15 @@ impl Caller {
         }
         let what = if self.is_write { "write" } else { "read" };
         note!(world, "{what} {token}, within {:?}", self.limit.unwrap_or(self.default));
-        let start = Instant::now();
-        let told = self.wait(stack.send(request), &world).await;
+        let told = match calls_first {
+            true => self.wait(call_first::<H>(stack.clone(), request), &mut turns, &world).await,
+            false => self.wait(stack.send(request), &mut turns, &world).await,
+        };
         let took = start.elapsed();
-        if took > self.limit.unwrap_or(self.default).saturating_add(ms(1)) {
+        // Of the time since the deadline, that in which it was woken and the world did not let it have its turn is the
+        // world's own: without that it is as late as any other may be.
+        let beyond = turns.map_or(Duration::ZERO, |turns| turns.beyond());
+        if took > limit.saturating_add(ms(1)).saturating_add(beyond) {
             world.wrong(Wrong::Late { call: token, by: format!("{took:?}") });
         }
         note!(world, "{what} {token} after {took:?}: {}", said(&told));
@@ -451,7 +463,12 @@ impl Caller {
         if let Some(Err(error)) = &told {
             match error.cause() {
                 goaround::Cause::Refused(Refusal::CrashLoop(_)) => world.cover(Branch::CrashLoop),
-                goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => world.cover(Branch::KeyRefused),
+                goaround::Cause::Refused(Refusal::KeyInDoubt(_)) => {
+                    world.cover(match error.attempts().len() {
+                        0 | 1 => Branch::KeyRefused,
+                        _ => Branch::KeyRefusedLater,
+                    })
+                }
                 goaround::Cause::Deadline => world.cover(Branch::DeadlinePassed),
                 goaround::Cause::Refused(Refusal::EffectChanged) => world.cover(match error.outcome() {
                     _ if error.effect().is_write() => Branch::EffectGrown,
@@ -479,6 +496,7 @@ impl Caller {
     async fn wait<T>(
         &self,
         sending: impl Future<Output = Result<T, CallError>>,
+        turns: &mut Option<Turns>,
         world: &World,
     ) -> Option<Result<T, CallError>> {
         let mut polls = 0;
@@ -491,6 +509,9 @@ impl Caller {
                 world.cover(Branch::AbandonedAtPoll);
                 return Poll::Ready(None);
             }
+            if let Some(turns) = turns {
+                ready!(turns.poll(cx));
+            }
             polls += 1;
             sending.as_mut().poll(&mut Context::from_waker(waker)).map(Some)
         });
@@ -499,6 +520,21 @@ impl Caller {
             None => sending.await,
         }
     }
+}
+
+/// As a task does that calls and then has something else to do before it waits for the answer.
+async fn call_first<H: Harness>(mut stack: Stacked<H>, request: H::Req) -> Result<H::Res, CallError> {
+    let sending = stack.ready().await?.call(request);
+    let mut is_polled = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut is_polled, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+    sending.await
 }
 
 fn said<T>(told: &Option<Result<T, CallError>>) -> String {
