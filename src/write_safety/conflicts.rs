@@ -323,7 +323,7 @@ impl Gate for InLine {
         let Some((key, id)) = &self.key else {
             return match self.of.is_last(place.writes) {
                 true => true,
-                false if self.replay => off!(ReplayWait) || off!(OtherWrites),
+                false if self.replay => off!(ReplayWait),
                 false => {
                     if !off!(WriteWait) {
                         place.writes = self.of.hand_over();
@@ -336,7 +336,7 @@ impl Gate for InLine {
         let Some(state) = keys.get_mut(key) else { return false };
         let is_last = self.of.is_last_keyed(state, *place);
         if self.replay {
-            return is_last || self.independent || off!(ReplayWait) || off!(OtherWrites);
+            return is_last || self.independent || off!(ReplayWait);
         }
         if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
             return false;

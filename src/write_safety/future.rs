@@ -928,8 +928,10 @@ where
         }
         let (Lane { config, shared, .. }, replay) = (&*self.parts.lane, self.replay.is_some());
         let line = match &self.parts.hold {
-            Some(hold) => hold.in_line(replay, config.independent_writes),
-            None if self.is_counted() => shared.conflicts.in_line(self.sequence, replay),
+            Some(hold) => hold.in_line(replay, config.independent_writes || off!(OtherWrites)),
+            None if self.is_counted() && !off!(OtherWrites) => {
+                shared.conflicts.in_line(self.sequence, replay)
+            }
             None => return,
         };
         let line = Arc::new(line);
