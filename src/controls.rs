@@ -64,6 +64,8 @@ mod switches {
         ReplayWait,
         /// A write that waits for its connection counts as handed over when it goes.
         WriteWait,
+        /// One that a connection hands back is looked at before it goes to the next one, which may be there already.
+        HandedBack,
         /// One that is called and polled later counts as handed over when it is polled first.
         FirstPoll,
         /// A write is replayed once.

@@ -308,8 +308,9 @@ where
             let waiter = Waiter::new(Arc::clone(&local.shared));
             let unsent = Unsent::Waiting { request: Some(request), waiter };
             this.state.set(State::Unsent(Box::new(unsent)));
-            if call.effect.is_write() && call.activity.is_some() {
-                // Whoever answers for it sees that it waits before it goes, be the next connection there already.
+            // The next connection may be there already, and others may have gone over it. Whoever keeps the order of
+            // writes sees first that this one waits, and is asked when it goes.
+            if call.activity.is_some() && !off!(HandedBack) {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
@@ -693,6 +694,28 @@ mod tests {
             assert_eq!(generations, [Some(1), Some(2)]);
             assert_eq!((error.outcome(), error.delivery()), (Outcome::NotDone, Delivery::NotSent));
             assert!(error.take_request::<Unique>().is_some());
+        }
+    }
+
+    /// So that the layer that keeps the order of writes can look whether it still may.
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_is_handed_back_does_not_go_on_within_the_same_poll() {
+        for may_go in [true, false] {
+            let (client, script, _) = client([closed, |_| Ok(7)]);
+            let activity = Arc::new(Activity::default());
+            let mut request = Unique::default().as_effect(Effect::Write);
+            request.0.set_activity(Some(Arc::clone(&activity)));
+            let mut calling = tokio_test::task::spawn(client.oneshot(request));
+            assert!(calling.poll().is_pending());
+            assert!(calling.is_woken() && activity.is_waiting());
+            assert_eq!(script.lock().unwrap().len(), 1);
+            if may_go {
+                assert_eq!(tokio_test::assert_ready_ok!(calling.poll()), 7);
+            } else {
+                activity.close();
+                let error = tokio_test::assert_ready_err!(calling.poll());
+                assert_eq!((error.outcome(), script.lock().unwrap().len()), (Outcome::NotDone, 1));
+            }
         }
     }
 

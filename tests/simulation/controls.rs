@@ -213,6 +213,15 @@ pub const GUARDS: &[Control] = {
         in_worlds_with(
             Favours::LateTurns,
             guard(
+                "a write that is handed back not counted when it goes again",
+                Kind::Full,
+                Guard::HandedBack,
+                &["overwritten", "keys"],
+            ),
+        ),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard(
                 "a write that is polled late not counted when it is",
                 Kind::Lean,
                 Guard::FirstPoll,

@@ -46,6 +46,8 @@ pub trait Harness: 'static {
         + 'static;
 
     const SORT: Sort;
+    /// Whether a connection sends only what is polled.
+    const SENDS_WHAT_IS_POLLED: bool = false;
 
     fn connector(world: &World) -> Self::Connector;
     /// A write of that token.
@@ -432,7 +434,7 @@ impl Caller {
                 is_write: self.is_write,
                 is_idempotent: self.is_idempotent,
                 begun,
-                calls_first,
+                goes_when_polled: calls_first && H::SENDS_WHAT_IS_POLLED,
                 started: true,
                 may_replay,
                 ..Seen::default()

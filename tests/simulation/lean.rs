@@ -32,6 +32,7 @@ impl Harness for Lean {
     type Conn = Connection;
     type Connector = Connector;
     const SORT: Sort = Sort::Meaning;
+    const SENDS_WHAT_IS_POLLED: bool = true;
 
     fn connector(world: &World) -> Connector {
         Connector(world.clone())

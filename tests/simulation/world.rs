@@ -454,8 +454,8 @@ pub struct Seen {
     pub crashed: bool,
     /// When it was made, by the count of what happens.
     pub begun: u64,
-    /// Whether its caller calls, and polls what it called only later.
-    pub calls_first: bool,
+    /// Whether it may go later than it was given to a connection.
+    pub goes_when_polled: bool,
     /// When its caller was told that it is done.
     pub acknowledged: Option<u64>,
     pub reports: Reports,
@@ -837,9 +837,11 @@ impl World {
             }
         }
         if self.plan().keys && !self.plan().lies.wrong_key && self.key(token).is_some() && first {
-            // Nor does one go that was called before and waits; but what was called on a connection is with that one,
-            // also if it sends only what is polled. One that is handed over again may be a replay.
-            let went = state.went(token).filter(|_| !seen.calls_first).unwrap_or(seen.begun);
+            // Nor does one go that was called before and waits; but what was given to a connection is with that one,
+            // also if it sends only what is polled. One that is handed over again may be a replay, and one that is sent
+            // again after a crash goes when the doubts are settled.
+            let may_wait = !seen.goes_when_polled && !seen.again;
+            let went = state.went(token).filter(|_| may_wait).unwrap_or(seen.begun);
             for (other, held) in &state.calls {
                 if *other != token
                     && self.key(*other) == self.key(token)
