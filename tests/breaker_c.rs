@@ -699,34 +699,6 @@ async fn the_places_of_calls_in_flight_are_as_many_after_a_storm_as_before_it() 
     assert_eq!(refused, [false, false, false, false, false, true]);
 }
 
-/// A call that stands still and is polled for another task each time keeps one waker, and not all of them.
-#[test]
-fn a_call_that_stands_still_does_not_keep_every_waker_that_it_was_ever_polled_with() {
-    struct Nobody;
-    impl std::task::Wake for Nobody {
-        fn wake(self: Arc<Self>) {}
-    }
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-    runtime.block_on(async {
-        let stack =
-            Stack::builder(on(|_| Box::pin(std::future::pending()))).writes(Tags::refuse()).build().unwrap();
-        let write = tagged(1).within(SECOND).pause_while_asking();
-        let progress = write.context().progress().unwrap().clone();
-        let mut call = Box::pin(stack.oneshot(write));
-        let mut poll = || {
-            let waker = Waker::from(Arc::new(Nobody));
-            assert!(call.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-        };
-        poll();
-        let _pause = progress.pause();
-        advance(2 * SECOND).await;
-        (0..100).for_each(|_| poll());
-        let kept = allocation_counter::measure(|| (0..10_000).for_each(|_| poll()));
-        assert!(kept.bytes_current < 10_000, "{} bytes after 10,000 polls", kept.bytes_current);
-    });
-}
-
 // ===== Between the look and the going, on two threads =====
 
 /// A sink of events that takes a while is told of the closure once the next connection is there, in the very poll in

@@ -17,7 +17,7 @@ use std::{
 };
 
 use pin_project::{pin_project, pinned_drop};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, Sleep};
 use tower::Service;
 
 use super::{
@@ -35,7 +35,7 @@ use crate::{
     Scope, Settled,
     call::{Guard, Trail, replica},
     connection::BoxFuture,
-    deadline::{Until, later},
+    deadline::{Timer, Until, later},
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -79,7 +79,7 @@ type BoxedWrite<S, Req, Res> = Pin<Box<Write<S, Req, Res>>>;
 struct Write<S, Req, Res> {
     /// Tells when the attempt has taken long enough; armed when it is first pending.
     #[pin]
-    timer: Option<Sleep>,
+    timer: Option<Timer>,
     call: WriteCall<S, Req, Res>,
 }
 
@@ -361,7 +361,7 @@ where
     fn poll(
         &mut self,
         mut attempt: Pin<&mut Option<S::Future>>,
-        mut timer: Pin<&mut Option<Sleep>>,
+        mut timer: Pin<&mut Option<Timer>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<S::Response, CallError>> {
         // With a ledger it has been read by then.
@@ -391,13 +391,13 @@ where
             if attempt.is_some() && !self.timed_out {
                 if let Some(until) = self.parts.current.until {
                     if timer.is_none() {
-                        timer.set(Some(sleep_until(until)));
+                        timer.set(Some(Timer::at(until)));
                     }
-                    if let Some(sleep) = timer.as_mut().as_pin_mut()
+                    if let Some(timer) = timer.as_mut().as_pin_mut()
                         && self
                             .parts
                             .until
-                            .poll_attempt(sleep, until, self.parts.current.stood, cx)
+                            .poll_attempt(timer, until, self.parts.current.stood, cx)
                             .is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
