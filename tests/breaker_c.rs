@@ -596,49 +596,6 @@ async fn a_connection_reaches_who_waits_for_it_though_the_waker_of_another_one_p
     assert_ready_ok!(other.poll());
 }
 
-// ===== A key's time, and a deadline that stands still =====
-
-/// The replay by key is in the queue of a connection that stalls. The user is asked something, so that the deadline
-/// stands still, and meanwhile the server forgets the key. The replay must not be sent after that.
-#[tokio::test(start_paused = true)]
-async fn no_replay_by_key_is_sent_after_the_keys_time_where_the_deadline_stands_still() {
-    use goaround::write_safety::KeyedWrites;
-    for pauses in [false, true] {
-        let net = Net::default();
-        let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(20 * SECOND));
-        let safety = safety.wall_clock({
-            let start = tokio::time::Instant::now();
-            move || std::time::UNIX_EPOCH + Duration::from_secs(1_000_000) + start.elapsed()
-        });
-        let stack = stack(&net, safety);
-        let deadline = if pauses { 10 * SECOND } else { 60 * SECOND };
-        let write = put("put/1").within(deadline).pause_while_asking();
-        let progress = write.context().progress().unwrap().clone();
-        let mut first = task::spawn(stack.clone().oneshot(write));
-        assert_pending!(first.poll());
-        settle().await;
-        let mut peer = net.peer(0);
-        assert_eq!(peer.next().await["method"], "put/1");
-        let mut reading = task::spawn(stack.clone().oneshot(large_read().within(100 * SECOND)));
-        drop(peer);
-        settle().await;
-        assert_pending!(reading.poll());
-        settle().await;
-        assert_pending!(first.poll()); // The replay is in the queue.
-        let pause = pauses.then(|| progress.pause());
-        for _ in 0..25 {
-            advance(SECOND).await;
-            settle().await;
-            if first.is_woken() {
-                let _ = first.poll();
-            }
-        }
-        let seen = net.peer(1).serve().await;
-        assert_eq!(seen, ["large"], "after 25 s of 20; the deadline stood still: {pauses}");
-        drop(pause);
-    }
-}
-
 // ===== Places of calls in flight, by real threads =====
 
 /// Calls that are answered, dropped, timed out and refused on two threads: each place is given back once, and no more.

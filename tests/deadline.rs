@@ -648,6 +648,84 @@ async fn an_attempts_time_stands_still_and_is_not_extended_by_progress() {
     }
 }
 
+/// The server asks the user for longer than the call has, and then gives it back.
+async fn asks_and_gives_back(call: &Req) -> CallError {
+    let pause = progress_of(call).pause();
+    tokio::time::sleep(100 * SECOND).await;
+    drop(pause);
+    CallError::not_sent("given back")
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_begins_after_a_long_pause_has_its_share_of_what_is_left() {
+    let found =
+        || WriteSafetyLayer::new(|doubt: InDoubt<Req, u8>| async move { Ok::<_, BoxError>(doubt.landed(7)) });
+    let silent = || service_fn(|_: Req| pending::<Result<u8, CallError>>());
+    // By default half of what is left, or its own time; the check follows at once. Progress does not matter.
+    for (layer, after) in [(found(), 5), (found().attempt_timeout(3 * SECOND), 3)] {
+        for idle in [None, Some(9 * SECOND)] {
+            let write = || {
+                let call = write().pause_while_asking();
+                match idle {
+                    Some(idle) => call.idle(idle),
+                    None => call,
+                }
+            };
+            // It is held up on its way to the layer.
+            let inner = layer.layer(silent());
+            let held_up = service_fn(move |call: Req| {
+                let mut inner = inner.clone();
+                async move {
+                    asks_and_gives_back(&call).await;
+                    inner.call(call).await
+                }
+            });
+            let began = Instant::now();
+            let told = DeadlineLayer::new(10 * SECOND).layer(held_up).oneshot(write()).await;
+            assert_eq!((told.unwrap(), began.elapsed()), (7, (100 + after) * SECOND));
+
+            // It was not sent, and is handed over again.
+            let first = Arc::new(AtomicBool::new(true));
+            let gives_back = service_fn(move |call: Req| {
+                let first = first.swap(false, Ordering::Relaxed);
+                async move {
+                    match first {
+                        true => Err::<u8, _>(asks_and_gives_back(&call).await),
+                        false => pending().await,
+                    }
+                }
+            });
+            let service = ServiceBuilder::new()
+                .layer(DeadlineLayer::new(10 * SECOND))
+                .layer(layer.clone())
+                .service(gives_back);
+            let began = Instant::now();
+            let told = service.oneshot(write()).await;
+            assert_eq!((told.unwrap(), began.elapsed()), (7, (100 + after) * SECOND));
+        }
+    }
+
+    // A read's attempts: the one after the pause is given up in time for another one.
+    let attempts = Arc::new(AtomicU32::new(0));
+    let made = attempts.clone();
+    let server = service_fn(move |call: Req| {
+        let number = made.fetch_add(1, Ordering::Relaxed);
+        async move {
+            match number {
+                0 => Err(asks_and_gives_back(&call).await),
+                1 => pending().await,
+                _ => Ok(7_u8),
+            }
+        }
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(10 * SECOND))
+        .layer(RetryReadOnly.attempt_timeout(3 * SECOND))
+        .service(server);
+    assert_eq!(service.oneshot(read().pause_while_asking()).await.unwrap(), 7);
+    assert_eq!(attempts.load(Ordering::Relaxed), 3);
+}
+
 #[tokio::test(start_paused = true)]
 async fn every_layer_goes_by_the_idle_limit() {
     // A connect that hangs: the reconnect layer knows that nothing was sent.

@@ -119,6 +119,11 @@ impl Progress {
         self.lock().at(deadline, self.idle, now)
     }
 
+    #[cold]
+    fn most(&self, deadline: Deadline, now: Instant) -> Deadline {
+        self.lock().most(deadline, now)
+    }
+
     fn is_past(&self, deadline: Deadline, now: Instant) -> bool {
         let mut state = self.lock();
         state.over = state.at(deadline, self.idle, now).is_past(now);
@@ -203,7 +208,7 @@ impl State {
             return Deadline::At(now);
         }
         let stood = self.stood(now);
-        let most = deadline.instant().and_then(|at| at.checked_add(stood));
+        let most = self.most(deadline, now).instant();
         let since_progress = stood.saturating_sub(self.stood_before);
         let idle = idle.and_then(|idle| self.since.checked_add(idle)?.checked_add(since_progress));
         match (most, idle) {
@@ -211,6 +216,12 @@ impl State {
             (Some(at), None) | (None, Some(at)) => Deadline::At(at),
             (None, None) => deadline_without_end(deadline),
         }
+    }
+
+    /// The same without the idle limit.
+    fn most(&self, deadline: Deadline, now: Instant) -> Deadline {
+        let at = deadline.instant().and_then(|at| at.checked_add(self.stood(now)));
+        at.map_or(deadline_without_end(deadline), Deadline::At)
     }
 }
 
@@ -263,6 +274,21 @@ impl Until {
             None => self.deadline,
             Some(progress) => progress.at(self.deadline, now),
         }
+    }
+
+    /// The deadline as it is now, however long the server says nothing: what the attempts share. Their time stands still
+    /// with the call, but progress does not extend it, and an idle limit does not shorten it.
+    #[inline]
+    pub(crate) fn most(&self, now: Instant) -> Deadline {
+        match &self.progress {
+            None => self.deadline,
+            Some(progress) => progress.most(self.deadline, now),
+        }
+    }
+
+    /// Whether it will have passed at that instant, whatever moves it meanwhile.
+    pub(crate) fn ends_before(&self, at: Instant) -> bool {
+        self.progress.is_none() && self.deadline.is_past(at)
     }
 
     /// The instant as it is now. Reads the clock only where something moves it.

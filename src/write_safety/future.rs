@@ -394,11 +394,11 @@ where
                         timer.set(Some(Timer::at(until)));
                     }
                     if let Some(timer) = timer.as_mut().as_pin_mut()
-                        && self
-                            .parts
-                            .until
-                            .poll_attempt(timer, until, self.parts.current.stood, cx)
-                            .is_ready()
+                        && match self.parts.current.stood {
+                            Some(stood) => self.parts.until.poll_attempt(timer, until, stood, cx),
+                            None => timer.poll_fixed(cx),
+                        }
+                        .is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
                         // below holds up must not be sent later, when the fence has been found to hold.
@@ -841,13 +841,12 @@ where
             // What the ledger took is not the attempt's time.
             Errand::First | Errand::Again => {
                 let guard = self.guard();
-                let (now, until) = (Instant::now(), &self.parts.until);
-                self.parts.current = match until.left(now) {
+                let now = Instant::now();
+                let deadline = self.parts.until.most(now);
+                self.parts.current = match deadline.left(now) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None, guard),
-                    _ => {
-                        Attempted::prepare(&self.parts.lane.config, &mut request, until.deadline, now, guard)
-                    }
+                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, deadline, now, guard),
                 };
                 self.count_hand_over();
             }
@@ -926,12 +925,13 @@ where
         }
     }
 
-    /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.
+    /// Until when the server keeps the key by which that replay is allowed, where the deadline may come later. The server
+    /// forgets it by its own clock, also while the call stands still.
     fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
         let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
         let Some(window) = fence.window() else { return Ok(None) };
         let end = self.parts.account.first_sent().window_end(window)?;
-        Ok(end.filter(|end| !self.parts.until.deadline.is_past(*end)))
+        Ok(end.filter(|end| !self.parts.until.ends_before(*end)))
     }
 
     /// The server may have forgotten the key, so that nothing is known of the write any more.
