@@ -56,23 +56,35 @@ impl Timer {
         end: impl Fn(&mut Option<Arc<Place>>, &Context<'_>) -> End,
         cx: &mut Context<'_>,
     ) -> Poll<()> {
+        if let TimerProj::Runs(sleep) = self.as_mut().project() {
+            ready!(sleep.poll(cx));
+        }
+        self.poll_run_out(end, cx)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn poll_run_out(
+        mut self: Pin<&mut Self>,
+        end: impl Fn(&mut Option<Arc<Place>>, &Context<'_>) -> End,
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
         loop {
-            let mut place = match self.as_mut().project() {
-                TimerProj::Runs(sleep) => {
-                    ready!(sleep.poll(cx));
-                    None
-                }
-                TimerProj::Stands(place) => Some(Arc::clone(place)),
+            let mut place = match &*self {
+                Self::Runs(_) => None,
+                Self::Stands(place) => Some(Arc::clone(place)),
             };
-            match end(&mut place, cx) {
-                End::Past => return Poll::Ready(()),
-                End::Later(at) => self.set(Self::at(at)),
-                End::Paused => {
-                    if let (Self::Runs(_), Some(place)) = (&*self, place) {
-                        self.set(Self::Stands(place));
-                    }
+            match (end(&mut place, cx), &*self, place) {
+                (End::Past, ..) => return Poll::Ready(()),
+                (End::Later(at), ..) => {
+                    self.set(Self::at(at));
+                    ready!(self.as_mut().poll_fixed(cx));
+                }
+                (End::Paused, Self::Runs(_), Some(place)) => {
+                    self.set(Self::Stands(place));
                     return Poll::Pending;
                 }
+                (End::Paused, ..) => return Poll::Pending,
             }
         }
     }
