@@ -22,6 +22,7 @@ use crate::{
     Basis, BoxError, Call, CallId, Cause, Delivery, Effect, Evidence, Refusal, Scope,
     connection::discard,
     delivery::ConnectError,
+    places::{Place, Places},
     write_safety::{Fence, FenceBasis},
 };
 
@@ -1072,17 +1073,18 @@ impl Closure {
     /// Waits until it is known how the server's process ended: at once with `None` where there is none, and where
     /// that cannot be known.
     pub async fn exited(&self) -> Option<Exit> {
-        std::future::poll_fn(|cx| self.poll_exited(cx)).await
+        let mut place = None;
+        std::future::poll_fn(|cx| self.poll_exited(&mut place, cx)).await
     }
 
     /// Each waiter can drive the future, which wakes them all: one that is not polled any more, but not
     /// dropped either, holds nobody up.
-    fn poll_exited(&self, cx: &mut Context<'_>) -> Poll<Option<Exit>> {
+    fn poll_exited(&self, waits: &mut Option<Arc<Place>>, cx: &mut Context<'_>) -> Poll<Option<Exit>> {
         let Self(inner) = self.waited_for();
         if let Some(exit) = inner.exited.get() {
             return Poll::Ready(exit.clone());
         }
-        inner.waiting.register(cx.waker());
+        inner.waiting.register(waits, cx.waker());
         let mut place = inner.exit.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(exit) = inner.exited.get() {
             return Poll::Ready(exit.clone());
@@ -1124,20 +1126,22 @@ impl Closure {
 
 /// Those who wait for the end of a process.
 #[derive(Default)]
-struct Waiting(Mutex<Vec<Waker>>);
+struct Waiting(Mutex<Places>);
 
 impl Waiting {
-    fn register(&self, waker: &Waker) {
-        let mut wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !wakers.iter().any(|known| known.will_wake(waker)) {
-            wakers.push(waker.clone());
-        }
+    fn register(&self, waits: &mut Option<Arc<Place>>, waker: &Waker) {
+        // Wakers are foreign code: cloned and dropped without the lock.
+        let waker = waker.clone();
+        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = waits.get_or_insert_with(|| places.enter()).set(Some(waker));
+        drop(places);
+        drop(known);
     }
 }
 
 impl Wake for Waiting {
     fn wake(self: Arc<Self>) {
-        let wakers = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner).wakers();
         wakers.into_iter().for_each(Waker::wake);
     }
 }
@@ -1334,5 +1338,24 @@ mod tests {
         drop(first);
         assert!(closure.exited().await.unwrap().group_gone);
         assert!(closure.exit().unwrap().group_gone);
+    }
+
+    #[test]
+    fn of_those_who_wait_for_an_exit_only_the_last_waker_is_kept_and_of_those_who_are_gone_none() {
+        struct Nobody;
+        impl Wake for Nobody {
+            fn wake(self: Arc<Self>) {}
+        }
+        let closure = Closure::of_process("closed", 0, true, Some(Box::pin(std::future::pending())));
+        let mut waits = pin!(closure.exited());
+        let tasks = [(); 3].map(|()| Arc::new(Nobody));
+        for (task, kept) in tasks.iter().zip(1..) {
+            assert!(waits.as_mut().poll(&mut Context::from_waker(&task.clone().into())).is_pending());
+            let goes = pin!(closure.exited()).poll(&mut Context::from_waker(&task.clone().into()));
+            assert!(goes.is_pending());
+            let held: Vec<_> = tasks.iter().take(kept).map(|task| Arc::strong_count(task) - 1).collect();
+            assert_eq!(held.iter().sum::<usize>(), 1, "{held:?}");
+            assert_eq!(held.last(), Some(&1));
+        }
     }
 }

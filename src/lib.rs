@@ -129,6 +129,7 @@ mod error;
 pub mod event;
 pub mod jsonrpc;
 pub mod mcp;
+mod places;
 pub mod reconnect;
 pub mod retry;
 pub mod stack;

@@ -2,18 +2,18 @@
 
 use std::{
     future::{Future, pending, poll_fn},
-    pin::pin,
+    pin::{Pin, pin},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    task::Poll,
+    task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 
 use goaround::{
     BoxError, Call, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect, Event,
-    InDoubt, Outcome, Progress, ReconnectLayer, Refusal, RetryReadOnly, Tagged, WriteSafetyLayer,
+    InDoubt, Outcome, Pause, Progress, ReconnectLayer, Refusal, RetryReadOnly, Tagged, WriteSafetyLayer,
 };
 use tokio::time::{Instant, advance};
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
@@ -471,6 +471,108 @@ async fn progress_during_a_pause_gives_the_whole_limit_after_it() {
     assert_ready_err!(call.poll());
 }
 
+/// Counts how often it is woken.
+#[derive(Default)]
+struct Woken(AtomicU32);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A call whose deadline and whose attempt's time stand still and are over but for that.
+async fn standing_still() -> (Pin<Box<dyn Future<Output = Result<u8, CallError>>>>, Arc<Progress>, Pause) {
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(2 * SECOND))
+        .layer(WriteSafetyLayer::refuse().attempt_timeout(SECOND))
+        .service(service_fn(|_: Req| pending::<Result<u8, CallError>>()));
+    let call = write().pause_while_asking();
+    let progress = progress_of(&call);
+    let mut call = Box::pin(service.oneshot(call));
+    assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    let pause = progress.pause();
+    advance(5 * SECOND).await;
+    (call, progress, pause)
+}
+
+#[test]
+fn a_call_that_stands_still_does_not_keep_every_waker_that_it_was_ever_polled_with() {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let (mut call, _, _pause) = standing_still().await;
+        let mut poll = || {
+            let waker = Waker::from(Arc::<Woken>::default());
+            assert!(call.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        };
+        (0..100).for_each(|_| poll());
+        let kept = allocation_counter::measure(|| (0..10_000).for_each(|_| poll()));
+        assert_eq!(kept.bytes_current, 0);
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_call_that_stood_still_the_tasks_that_polled_it_last_are_woken() {
+    let (mut call, progress, pause) = standing_still().await;
+    let tasks: [Arc<Woken>; 3] = Default::default();
+    let count = || tasks.each_ref().map(|task| task.0.load(Ordering::Relaxed));
+    let mut poll = |task: usize| {
+        let waker = Waker::from(tasks[task].clone());
+        assert!(call.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    };
+    poll(0);
+    poll(1);
+    drop(pause);
+    // The one that has it now, for both of its timers.
+    assert_eq!(count(), [0, 2, 0]);
+    // Another pause, before that has had its turn.
+    let pause = progress.pause();
+    poll(1);
+    poll(2);
+    drop(pause);
+    assert_eq!(count(), [0, 2, 2]);
+    // It runs on; another task has it when it stands still once more.
+    poll(2);
+    advance(SECOND).await;
+    assert_eq!(count(), [0, 2, 3], "the attempt's time is over");
+    poll(2);
+    let pause = progress.pause();
+    advance(5 * SECOND).await;
+    poll(0);
+    drop(pause);
+    assert_eq!(count()[0], 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_that_are_polled_by_tasks_of_their_own_are_all_woken_when_a_call_goes_on() {
+    let (within, without) = (Arc::<Woken>::default(), Arc::<Woken>::default());
+    let layer = DeadlineLayer::new(SECOND);
+    let inner = layer.layer(service_fn(|_: Req| pending::<Result<u8, CallError>>()));
+    let own = Waker::from(within.clone());
+    let mut service = layer.layer(service_fn(move |call: Req| {
+        let (mut inner, own) = (Box::pin(inner.clone().call(call)), own.clone());
+        poll_fn(move |_| inner.as_mut().poll(&mut Context::from_waker(&own)))
+    }));
+    let call = write().pause_while_asking();
+    let progress = progress_of(&call);
+    let mut call = Box::pin(service.call(call));
+    let waker = Waker::from(without.clone());
+    let mut poll = || call.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(poll().is_pending());
+    let pause = progress.pause();
+    advance(5 * SECOND).await;
+    assert!(poll().is_pending());
+    let before = [&within, &without].map(|task| task.0.load(Ordering::Relaxed));
+    drop(pause);
+    let woken = [&within, &without].map(|task| task.0.load(Ordering::Relaxed));
+    assert_eq!(woken, before.map(|before| before + 1));
+    assert!(poll().is_pending());
+    advance(SECOND).await;
+    assert!(without.0.load(Ordering::Relaxed) > woken[1]);
+    assert!(matches!(poll(), Poll::Ready(Err(error)) if error.outcome() == Outcome::Unknown));
+}
+
 #[test]
 fn a_pause_alone_needs_no_timer() {
     // Without a runtime a timer cannot even be made.
@@ -544,6 +646,84 @@ async fn an_attempts_time_stands_still_and_is_not_extended_by_progress() {
             false => assert_eq!(assert_ready_ok!(call.poll()), 7),
         }
     }
+}
+
+/// The server asks the user for longer than the call has, and then gives it back.
+async fn asks_and_gives_back(call: &Req) -> CallError {
+    let pause = progress_of(call).pause();
+    tokio::time::sleep(100 * SECOND).await;
+    drop(pause);
+    CallError::not_sent("given back")
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_begins_after_a_long_pause_has_its_share_of_what_is_left() {
+    let found =
+        || WriteSafetyLayer::new(|doubt: InDoubt<Req, u8>| async move { Ok::<_, BoxError>(doubt.landed(7)) });
+    let silent = || service_fn(|_: Req| pending::<Result<u8, CallError>>());
+    // By default half of what is left, or its own time; the check follows at once. Progress does not matter.
+    for (layer, after) in [(found(), 5), (found().attempt_timeout(3 * SECOND), 3)] {
+        for idle in [None, Some(9 * SECOND)] {
+            let write = || {
+                let call = write().pause_while_asking();
+                match idle {
+                    Some(idle) => call.idle(idle),
+                    None => call,
+                }
+            };
+            // It is held up on its way to the layer.
+            let inner = layer.layer(silent());
+            let held_up = service_fn(move |call: Req| {
+                let mut inner = inner.clone();
+                async move {
+                    asks_and_gives_back(&call).await;
+                    inner.call(call).await
+                }
+            });
+            let began = Instant::now();
+            let told = DeadlineLayer::new(10 * SECOND).layer(held_up).oneshot(write()).await;
+            assert_eq!((told.unwrap(), began.elapsed()), (7, (100 + after) * SECOND));
+
+            // It was not sent, and is handed over again.
+            let first = Arc::new(AtomicBool::new(true));
+            let gives_back = service_fn(move |call: Req| {
+                let first = first.swap(false, Ordering::Relaxed);
+                async move {
+                    match first {
+                        true => Err::<u8, _>(asks_and_gives_back(&call).await),
+                        false => pending().await,
+                    }
+                }
+            });
+            let service = ServiceBuilder::new()
+                .layer(DeadlineLayer::new(10 * SECOND))
+                .layer(layer.clone())
+                .service(gives_back);
+            let began = Instant::now();
+            let told = service.oneshot(write()).await;
+            assert_eq!((told.unwrap(), began.elapsed()), (7, (100 + after) * SECOND));
+        }
+    }
+
+    // A read's attempts: the one after the pause is given up in time for another one.
+    let attempts = Arc::new(AtomicU32::new(0));
+    let made = attempts.clone();
+    let server = service_fn(move |call: Req| {
+        let number = made.fetch_add(1, Ordering::Relaxed);
+        async move {
+            match number {
+                0 => Err(asks_and_gives_back(&call).await),
+                1 => pending().await,
+                _ => Ok(7_u8),
+            }
+        }
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(10 * SECOND))
+        .layer(RetryReadOnly.attempt_timeout(3 * SECOND))
+        .service(server);
+    assert_eq!(service.oneshot(read().pause_while_asking()).await.unwrap(), 7);
+    assert_eq!(attempts.load(Ordering::Relaxed), 3);
 }
 
 #[tokio::test(start_paused = true)]

@@ -9,6 +9,7 @@ use goaround::{
     BoxError, Call, CallError, DeadlineLayer, Effect, Event, InDoubt, Outcome, WriteSafety, WriteSafetyLayer,
     deadline::DeadlineService,
     jsonrpc::{Client, Request, Response},
+    write_safety::KeyedWrites,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, BufStream, DuplexStream},
@@ -189,5 +190,63 @@ async fn a_caller_that_goes_away_while_its_request_is_queued_leaves_no_doubt() {
         half.abort();
         assert!(half.await.unwrap_err().is_cancelled());
         assert_eq!(log.all(), ["abandoned"]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_by_key_that_is_still_queued_is_withdrawn_when_the_keys_time_is_over_though_the_call_stands_still()
+ {
+    const WINDOW: Duration = Duration::from_secs(20);
+    let by_layer: fn() -> Safety =
+        || Safety::refuse().keyed(KeyedWrites::new(|_, _| true).honoured_for(WINDOW));
+    let by_check: fn() -> Safety = || {
+        Safety::new(|doubt: InDoubt<Request, Response>| async move {
+            Ok::<_, BoxError>(doubt.not_landed_deduplicated(WINDOW))
+        })
+        .keyed(KeyedWrites::new(|_, _| true))
+    };
+    let plain: fn(Request) -> Request = |call| call.within(60 * SECOND);
+    let pauses: fn(Request) -> Request = |call| call.within(10 * SECOND).pause_while_asking();
+    let idles: fn(Request) -> Request = |call| call.within(10 * SECOND).pause_while_asking().idle(9 * SECOND);
+    for (layer, of_whom) in [(by_layer, "layer"), (by_check, "check")] {
+        for (call, how) in [(plain, "plain"), (pauses, "pauses"), (idles, "idles")] {
+            // The server reads on then, and whether it gets the replay.
+            for (reads_at, sent) in [(19, true), (21, false), (50, false)] {
+                let case = format!("{of_whom} {how} {reads_at}");
+                let log = Log::default();
+                let (stack, mut server) = connect(1 << 10, layer().attempt_timeout(SECOND), &log);
+                let write = call(pay(1));
+                let progress = write.context().progress().cloned();
+                let begun = Instant::now();
+                let writing = tokio::spawn(stack.clone().oneshot(write));
+                assert_eq!(line(&mut server).await["method"], "pay", "{case}");
+                // What is queued behind it stays queued.
+                let large = Request::new("large", ["x".repeat(8 << 10)]).unwrap().read_only();
+                let reading = tokio::spawn(stack.clone().oneshot(large.within(100 * SECOND)));
+                sleep(2 * SECOND).await;
+                let pause = progress.as_ref().map(|progress| progress.pause());
+                tokio::time::sleep_until(begun + reads_at * SECOND).await;
+                let mut seen = Vec::new();
+                while let Ok(message) = timeout(SECOND, line(&mut server)).await {
+                    seen.push(message["method"].as_str().unwrap().to_owned());
+                    if !message["id"].is_null() {
+                        reply(&mut server, &message["id"]).await;
+                    }
+                }
+                seen.retain(|method| method == "pay" || method == "large");
+                assert_eq!(seen, ["large", "pay"][..1 + usize::from(sent)], "{case}");
+                reading.await.unwrap().unwrap();
+                let ended = writing.await.unwrap();
+                assert_eq!(
+                    ended.map(drop).map_err(|error| error.outcome()),
+                    match sent {
+                        true => Ok(()),
+                        false => Err(Outcome::Unknown),
+                    },
+                    "{case}"
+                );
+                drop(pause);
+            }
+        }
     }
 }

@@ -4,11 +4,9 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-use pin_project::pin_project;
-use tokio::time::{Sleep, sleep_until};
-
-use super::Until;
+use super::{Timer, Until};
 use crate::{Call, CallError, Cause, Delivery, Effect, call::effect_of, event::Report};
+use pin_project::pin_project;
 
 /// Future of [`DeadlineService`](super::DeadlineService).
 #[pin_project]
@@ -17,7 +15,7 @@ pub struct ResponseFuture<F> {
     #[pin]
     state: State<F>,
     /// Made when the inner future is first pending. In a box, since the future is moved before that.
-    timer: Option<Pin<Box<Sleep>>>,
+    timer: Option<Pin<Box<Timer>>>,
     until: Until,
     effect: Effect,
     /// `None` of a call that was not handed over.
@@ -114,7 +112,7 @@ impl<F: Future> ResponseFuture<F> {
     fn first_pending(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
         let this = self.project();
         let Some(at) = this.until.instant().filter(|_| !off!(Timer)) else { return Poll::Pending };
-        let timer = this.timer.insert(Box::pin(sleep_until(at)));
+        let timer = this.timer.insert(Box::pin(Timer::at(at)));
         if this.until.poll_timer(timer.as_mut(), cx).is_pending() {
             return Poll::Pending;
         }
@@ -126,7 +124,7 @@ impl<F: Future> ResponseFuture<F> {
 /// Polls `future` until the deadline, and once more then: `None` if it is pending even so.
 fn poll_until<F: Future>(
     mut future: Pin<&mut F>,
-    timer: Pin<&mut Sleep>,
+    timer: Pin<&mut Timer>,
     until: &Until,
     cx: &mut Context<'_>,
 ) -> Poll<Option<F::Output>> {

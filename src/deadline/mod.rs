@@ -72,6 +72,7 @@
 mod future;
 mod layer;
 mod progress;
+mod timer;
 
 use std::{
     task::{Context, Poll},
@@ -81,12 +82,12 @@ use std::{
 use tokio::time::Instant;
 use tower::Service;
 
-pub(crate) use self::progress::Until;
 pub use self::{
     future::ResponseFuture,
     layer::DeadlineLayer,
     progress::{Pause, Progress},
 };
+pub(crate) use self::{progress::Until, timer::Timer};
 use crate::{
     Call, CallError, Deadline, Delivery, Effect, Refusal,
     call::{CallContext, CallIds, effect_of},

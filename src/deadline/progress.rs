@@ -1,17 +1,19 @@
 //! Deadlines that move: the idle limit, which progress extends, and the pause while a user is asked.
 
 use std::{
-    future::Future,
-    mem,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll, Waker, ready},
+    task::{Context, Poll, Waker},
     time::Duration,
 };
 
-use tokio::time::{Instant, Sleep};
+use tokio::time::Instant;
 
-use crate::Deadline;
+use super::timer::{End, Timer};
+use crate::{
+    Deadline,
+    places::{Place, Places},
+};
 
 /// What moves a call's deadline: the progress that its server reports, and the time for which it stands still.
 ///
@@ -57,22 +59,14 @@ struct State {
     pause: Option<(Instant, usize)>,
     /// Somebody has seen the time to be up: what comes later does not give it back, so that all layers agree.
     over: bool,
-    /// Who wants to know of the end of the pause.
-    waiting: Vec<Waker>,
+    /// The timers that want to know of the end of the pause.
+    standing: Places,
 }
 
 /// While one is held the deadline of its call stands still. [`Progress::pause`] makes it.
 #[derive(Debug)]
 #[must_use = "the pause ends when this is dropped"]
 pub struct Pause(Arc<Progress>);
-
-/// When a call's time is up, as a timer sees it.
-enum End {
-    Past,
-    Later(Instant),
-    /// Not while it stands still; the task is woken at the end of that.
-    Paused,
-}
 
 // ===== impl Progress =====
 
@@ -84,7 +78,7 @@ impl Progress {
             stood: Duration::ZERO,
             pause: None,
             over: false,
-            waiting: Vec::new(),
+            standing: Places::default(),
         };
         Self { idle, while_asking, state: Mutex::new(state) }
     }
@@ -125,31 +119,64 @@ impl Progress {
         self.lock().at(deadline, self.idle, now)
     }
 
+    #[cold]
+    fn most(&self, deadline: Deadline, now: Instant) -> Deadline {
+        self.lock().most(deadline, now)
+    }
+
     fn is_past(&self, deadline: Deadline, now: Instant) -> bool {
         let mut state = self.lock();
         state.over = state.at(deadline, self.idle, now).is_past(now);
         state.over
     }
 
-    fn poll_end(&self, deadline: Deadline, cx: &Context<'_>) -> End {
+    /// What the call's timer has to know; a timer that stands still has a place in which its task is woken.
+    fn end(&self, deadline: Deadline, place: &mut Option<Arc<Place>>, cx: &Context<'_>) -> End {
         let now = Instant::now();
-        // Wakers are foreign code: cloned without the lock.
-        let waker = cx.waker().clone();
-        let mut state = self.lock();
-        let at = state.at(deadline, self.idle, now);
-        let end = state.end(at, now, waker);
-        state.over |= matches!(end, End::Past);
-        end
+        self.end_at(now, place, cx, |state| {
+            let at = state.at(deadline, self.idle, now);
+            state.over |= at.is_past(now);
+            at
+        })
     }
 
     /// The same for an attempt's time, which began when the call had stood still for so long. Progress does not
     /// move it.
-    fn poll_attempt(&self, until: Instant, stood: Duration, cx: &Context<'_>) -> End {
+    fn end_of_attempt(
+        &self,
+        (until, stood): (Instant, Duration),
+        place: &mut Option<Arc<Place>>,
+        cx: &Context<'_>,
+    ) -> End {
         let now = Instant::now();
+        self.end_at(now, place, cx, |state| {
+            let at = until.checked_add(state.stood(now).saturating_sub(stood));
+            at.map_or(Deadline::Never, Deadline::At)
+        })
+    }
+
+    fn end_at(
+        &self,
+        now: Instant,
+        place: &mut Option<Arc<Place>>,
+        cx: &Context<'_>,
+        at: impl FnOnce(&mut State) -> Deadline,
+    ) -> End {
+        // Wakers are foreign code: cloned and dropped without the lock.
         let waker = cx.waker().clone();
         let mut state = self.lock();
-        let at = until.checked_add(state.stood(now).saturating_sub(stood));
-        state.end(at.map_or(Deadline::Never, Deadline::At), now, waker)
+        let end = match at(&mut state) {
+            at if at.is_past(now) => End::Past,
+            Deadline::At(at) if state.pause.is_none() => End::Later(at),
+            _ => {
+                let known = place.get_or_insert_with(|| state.standing.enter()).set(Some(waker));
+                drop(state);
+                drop(known);
+                return End::Paused;
+            }
+        };
+        drop(state);
+        end
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -175,27 +202,13 @@ impl State {
         self.stood.saturating_add(pause)
     }
 
-    /// What a timer for that instant has to know.
-    fn end(&mut self, at: Deadline, now: Instant, waker: Waker) -> End {
-        match at {
-            at if at.is_past(now) => End::Past,
-            Deadline::At(at) if self.pause.is_none() => End::Later(at),
-            _ => {
-                if !self.waiting.iter().any(|known| known.will_wake(&waker)) {
-                    self.waiting.push(waker);
-                }
-                End::Paused
-            }
-        }
-    }
-
     /// The deadline as it is now.
     fn at(&self, deadline: Deadline, idle: Option<Duration>, now: Instant) -> Deadline {
         if self.over {
             return Deadline::At(now);
         }
         let stood = self.stood(now);
-        let most = deadline.instant().and_then(|at| at.checked_add(stood));
+        let most = self.most(deadline, now).instant();
         let since_progress = stood.saturating_sub(self.stood_before);
         let idle = idle.and_then(|idle| self.since.checked_add(idle)?.checked_add(since_progress));
         match (most, idle) {
@@ -203,6 +216,12 @@ impl State {
             (Some(at), None) | (None, Some(at)) => Deadline::At(at),
             (None, None) => deadline_without_end(deadline),
         }
+    }
+
+    /// The same without the idle limit.
+    fn most(&self, deadline: Deadline, now: Instant) -> Deadline {
+        let at = deadline.instant().and_then(|at| at.checked_add(self.stood(now)));
+        at.map_or(deadline_without_end(deadline), Deadline::At)
     }
 }
 
@@ -225,9 +244,9 @@ impl Drop for Pause {
         }
         state.stood = state.stood(now);
         state.pause = None;
-        let waiting = mem::take(&mut state.waiting);
+        let wakers = state.standing.wakers();
         drop(state);
-        waiting.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -255,6 +274,21 @@ impl Until {
             None => self.deadline,
             Some(progress) => progress.at(self.deadline, now),
         }
+    }
+
+    /// The deadline as it is now, however long the server says nothing: what the attempts share. Their time stands still
+    /// with the call, but progress does not extend it, and an idle limit does not shorten it.
+    #[inline]
+    pub(crate) fn most(&self, now: Instant) -> Deadline {
+        match &self.progress {
+            None => self.deadline,
+            Some(progress) => progress.most(self.deadline, now),
+        }
+    }
+
+    /// Whether it will have passed at that instant, whatever moves it meanwhile.
+    pub(crate) fn ends_before(&self, at: Instant) -> bool {
+        self.progress.is_none() && self.deadline.is_past(at)
     }
 
     /// The instant as it is now. Reads the clock only where something moves it.
@@ -303,8 +337,12 @@ impl Until {
     /// Ready once the time is up. Where it has moved meanwhile the timer fires early and is set anew, so that
     /// progress itself costs no timer.
     #[inline]
-    pub(crate) fn poll_timer(&self, timer: Pin<&mut Sleep>, cx: &mut Context<'_>) -> Poll<()> {
-        poll_moving(timer, self.progress.as_ref(), |progress, cx| progress.poll_end(self.deadline, cx), cx)
+    pub(crate) fn poll_timer(&self, timer: Pin<&mut Timer>, cx: &mut Context<'_>) -> Poll<()> {
+        let end = |place: &mut _, cx: &Context<'_>| match &self.progress {
+            None => End::Past,
+            Some(progress) => progress.end(self.deadline, place, cx),
+        };
+        timer.poll_moving(end, cx)
     }
 
     /// How long the call has stood still so far.
@@ -317,31 +355,16 @@ impl Until {
     /// long.
     pub(crate) fn poll_attempt(
         &self,
-        timer: Pin<&mut Sleep>,
+        timer: Pin<&mut Timer>,
         until: Instant,
         stood: Duration,
         cx: &mut Context<'_>,
     ) -> Poll<()> {
-        let end = |progress: &Progress, cx: &mut Context<'_>| progress.poll_attempt(until, stood, cx);
-        poll_moving(timer, self.progress.as_ref(), end, cx)
-    }
-}
-
-/// Polls a timer for an instant that may have moved.
-fn poll_moving(
-    mut timer: Pin<&mut Sleep>,
-    progress: Option<&Arc<Progress>>,
-    end: impl Fn(&Progress, &mut Context<'_>) -> End,
-    cx: &mut Context<'_>,
-) -> Poll<()> {
-    loop {
-        ready!(timer.as_mut().poll(cx));
-        let Some(progress) = progress else { return Poll::Ready(()) };
-        match end(progress, cx) {
-            End::Past => return Poll::Ready(()),
-            End::Later(at) => timer.as_mut().reset(at),
-            End::Paused => return Poll::Pending,
-        }
+        let end = |place: &mut _, cx: &Context<'_>| match &self.progress {
+            None => End::Past,
+            Some(progress) => progress.end_of_attempt((until, stood), place, cx),
+        };
+        timer.poll_moving(end, cx)
     }
 }
 

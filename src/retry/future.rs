@@ -10,13 +10,14 @@ use std::{
 };
 
 use pin_project::pin_project;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
 use tower::Service;
 
 use super::{Handle, backoff::Waits, bound};
 use crate::{
     Attempt, Call, CallError, Delivery, Effect, Rule, Scope,
     call::replica,
+    deadline::Timer,
     event::{CallReport, Event, Report},
 };
 
@@ -32,7 +33,7 @@ where
     state: State<S, S::Future>,
     kind: Kind<S, Req>,
     /// The current attempt's time, where that ends before the deadline; or the wait between attempts.
-    timer: Option<Pin<Box<Sleep>>>,
+    timer: Option<Pin<Box<Timer>>>,
     /// Until when the current attempt is waited for.
     until: Option<Instant>,
     /// How long the call had stood still when that attempt began; `None` if it had not.
@@ -241,7 +242,7 @@ where
                             if !first && read.is_past() {
                                 over = Some(Over::Deadline);
                             } else if let (Some(until), None) = (*this.until, this.timer.as_ref()) {
-                                let timer = this.timer.insert(Box::pin(sleep_until(until)));
+                                let timer = this.timer.insert(Box::pin(Timer::at(until)));
                                 if read.poll_attempt(timer.as_mut(), until, this.stood, cx).is_pending() {
                                     return Poll::Pending;
                                 }
@@ -258,7 +259,7 @@ where
                     }
                 }
                 StateProj::Waiting => {
-                    if this.timer.as_mut().is_some_and(|timer| timer.as_mut().poll(cx).is_ready()) {
+                    if this.timer.as_mut().is_some_and(|timer| timer.as_mut().poll_fixed(cx).is_ready()) {
                         *this.timer = None;
                         this.state.set(State::Readying(Box::new(read.handle.service())));
                         continue;
@@ -304,7 +305,7 @@ where
                     this.state.set(State::Readying(service));
                 }
                 Ok(Some(until)) => {
-                    *this.timer = Some(Box::pin(sleep_until(until)));
+                    *this.timer = Some(Box::pin(Timer::at(until)));
                     this.state.set(State::Waiting);
                 }
                 Err(error) => {
@@ -364,7 +365,7 @@ impl<S, Req: Call> Read<S, Req> {
     /// Ready once the attempt has taken long enough.
     fn poll_attempt(
         &self,
-        timer: Pin<&mut Sleep>,
+        timer: Pin<&mut Timer>,
         until: Instant,
         stood: &Option<Box<Duration>>,
         cx: &mut Context<'_>,

@@ -197,8 +197,9 @@ impl<S> Retry<S> {
 
 /// Bounds the attempt that starts now, where that ends before the deadline: says until when.
 fn bound(context: &mut CallContext, limit: Duration) -> Option<Instant> {
-    let until = Instant::now().checked_add(limit)?;
-    if context.deadline().is_past(until) {
+    let now = Instant::now();
+    let until = now.checked_add(limit)?;
+    if context.until().most(now).is_past(until) {
         return None;
     }
     if context.attempt_until().is_none_or(|outer| until < outer) {

@@ -17,14 +17,13 @@ use std::{
 };
 
 use pin_project::pin_project;
-use tokio::time::{Sleep, sleep_until};
 use tower::Service;
 
 use super::{Layered, Shared};
 use crate::{
     BoxError, Call, CallError, Delivery, Effect, Reconnect,
     census::{AnySeat, Seat},
-    deadline,
+    deadline::{self, Timer},
     event::Report,
     reconnect::{self, Local},
     retry, write_safety,
@@ -53,7 +52,7 @@ pub(super) struct Direct<A, M: Service<()>, Req> {
     kept: Option<Req>,
     /// Made when the attempt is first pending.
     #[pin]
-    timer: Option<Sleep>,
+    timer: Option<Timer>,
 }
 
 // ===== impl Lane =====
@@ -163,7 +162,7 @@ where
         let mut this = self.project();
         let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
         let Some(at) = until.instant() else { return Poll::Pending };
-        this.timer.set(Some(sleep_until(at)));
+        this.timer.set(Some(Timer::at(at)));
         if this.timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
             return Poll::Pending;
         }

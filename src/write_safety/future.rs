@@ -17,7 +17,7 @@ use std::{
 };
 
 use pin_project::{pin_project, pinned_drop};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, Sleep};
 use tower::Service;
 
 use super::{
@@ -36,7 +36,7 @@ use crate::{
     Scope, Settled,
     call::{Guard, Trail, replica},
     connection::BoxFuture,
-    deadline::{Until, later},
+    deadline::{Timer, Until, later},
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -80,7 +80,7 @@ type BoxedWrite<S, Req, Res> = Pin<Box<Write<S, Req, Res>>>;
 struct Write<S, Req, Res> {
     /// Tells when the attempt has taken long enough; armed when it is first pending.
     #[pin]
-    timer: Option<Sleep>,
+    timer: Option<Timer>,
     call: WriteCall<S, Req, Res>,
 }
 
@@ -364,7 +364,7 @@ where
     fn poll(
         &mut self,
         mut attempt: Pin<&mut Option<S::Future>>,
-        mut timer: Pin<&mut Option<Sleep>>,
+        mut timer: Pin<&mut Option<Timer>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<S::Response, CallError>> {
         // With a ledger it has been read by then.
@@ -399,14 +399,14 @@ where
             if attempt.is_some() && !self.timed_out {
                 if let Some(until) = self.parts.current.until {
                     if timer.is_none() {
-                        timer.set(Some(sleep_until(until)));
+                        timer.set(Some(Timer::at(until)));
                     }
-                    if let Some(sleep) = timer.as_mut().as_pin_mut()
-                        && self
-                            .parts
-                            .until
-                            .poll_attempt(sleep, until, self.parts.current.stood, cx)
-                            .is_ready()
+                    if let Some(timer) = timer.as_mut().as_pin_mut()
+                        && match self.parts.current.stood {
+                            Some(stood) => self.parts.until.poll_attempt(timer, until, stood, cx),
+                            None => timer.poll_fixed(cx),
+                        }
+                        .is_ready()
                     {
                         // Once more, now past its time: what is still queued is withdrawn, and what some layer
                         // below holds up must not be sent later, when the fence has been found to hold.
@@ -850,13 +850,12 @@ where
             // What the ledger took is not the attempt's time.
             Errand::First | Errand::Again => {
                 let guard = self.guard();
-                let (now, until) = (Instant::now(), &self.parts.until);
-                self.parts.current = match until.left(now) {
+                let now = Instant::now();
+                let deadline = self.parts.until.most(now);
+                self.parts.current = match deadline.left(now) {
                     // Too little is left to divide it once more.
                     Some(left) if left <= LEAST_ATTEMPT * 2 => Attempted::bounded(&mut request, None, guard),
-                    _ => {
-                        Attempted::prepare(&self.parts.lane.config, &mut request, until.deadline, now, guard)
-                    }
+                    _ => Attempted::prepare(&self.parts.lane.config, &mut request, deadline, now, guard),
                 };
                 self.count_hand_over();
             }
@@ -960,12 +959,13 @@ where
         }
     }
 
-    /// Until when the server keeps the key by which that replay is allowed, where that is before the deadline.
+    /// Until when the server keeps the key by which that replay is allowed, where the deadline may come later. The server
+    /// forgets it by its own clock, also while the call stands still.
     fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
         let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
         let Some(window) = fence.window() else { return Ok(None) };
         let end = self.parts.account.first_sent().window_end(window)?;
-        Ok(end.filter(|end| !self.parts.until.deadline.is_past(*end)))
+        Ok(end.filter(|end| !self.parts.until.ends_before(*end)))
     }
 
     /// The server may have forgotten the key, so that nothing is known of the write any more.

@@ -382,7 +382,8 @@ where
         let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
         let guard = guard(&self.config, &self.shared, hold.as_deref());
-        let current = Attempted::prepare(&self.config, &mut request, until.deadline, first_sent.at, guard);
+        let current =
+            Attempted::prepare(&self.config, &mut request, until.most(first_sent.at), first_sent.at, guard);
         if let Some(above) = &above {
             current.activity.is_within(&above.activity);
         }
@@ -519,8 +520,8 @@ fn refused(error: LedgerError) -> CallError {
 /// An attempt's own time and marks. Each hand-over gets its own.
 struct Attempted {
     until: Option<Instant>,
-    /// How long the call had stood still when it began.
-    stood: Duration,
+    /// How long the call had stood still when it began; `None` if its time is the server's and goes on meanwhile.
+    stood: Option<Duration>,
     /// Tells when the last byte was sent, from which quarantines count, and, if the caller goes away, whether
     /// the request was still withdrawn.
     activity: Arc<Activity>,
@@ -541,17 +542,20 @@ impl Attempted {
             (None, true, Some(at)) => now.checked_add(at.saturating_duration_since(now) / 2),
             (None, _, _) => None,
         };
-        Self::bounded(request, until.filter(|until| !deadline.is_past(*until)), guard)
+        let mut attempted = Self::bounded(request, until.filter(|until| !deadline.is_past(*until)), guard);
+        if attempted.until.is_some() {
+            attempted.stood = Some(request.context().until().stood());
+        }
+        attempted
     }
 
-    /// Gives the request until then, or until the deadline.
+    /// Gives the request until then by the clock, or until the deadline.
     fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Option<Guard>) -> Self {
         let activity = Activity::guarded(guard);
         let context = request.context_mut();
         context.set_attempt_until(until);
         context.set_activity(Some(Arc::clone(&activity)));
-        let stood = if until.is_some() { context.until().stood() } else { Duration::ZERO };
-        Self { until, stood, activity }
+        Self { until, stood: None, activity }
     }
 }
 
