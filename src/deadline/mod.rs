@@ -169,8 +169,8 @@ impl Door<'_> {
         }
         let mut now = None;
         context.set_default_deadline(|| self.default.from(*now.insert(Instant::now())));
-        match now.is_some_and(|now| context.deadline().is_past(now)) {
-            true => Err(CallError::deadline(Delivery::NotSent)),
+        match self.default.is_over_at_once() {
+            true => Err(default_is_zero()),
             false => Ok(now),
         }
     }
@@ -191,6 +191,9 @@ impl Door<'_> {
         if own == Deadline::Inherit || by_default {
             context.set_default_deadline(|| deadline);
         }
+        if self.default.is_over_at_once() && (own == Deadline::Inherit || by_default) {
+            return Err(default_is_zero());
+        }
         if context.progress().is_some() {
             return settle_moving(context, now).map(|()| Some(now));
         }
@@ -199,6 +202,11 @@ impl Door<'_> {
             false => Ok(Some(now)),
         }
     }
+}
+
+#[cold]
+fn default_is_zero() -> CallError {
+    CallError::refused(Refusal::Config("DeadlineLayer: the default must not be zero"))
 }
 
 #[cold]
