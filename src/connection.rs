@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Basis, CallError, Effect, event::Peer, write_safety::ledger::Registrar};
+use crate::{Basis, CallError, Effect, event::Peer, mcp::ToolRules, write_safety::ledger::Registrar};
 
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -64,6 +64,16 @@ pub(crate) fn classifier_of<M: 'static, Req: 'static>(connector: &M) -> Option<C
     }
     let rules = (connector as &dyn Any).downcast_ref::<crate::mcp::Stdio>()?.classifier();
     (&rules as &dyn Any).downcast_ref::<Classifier<Req>>().cloned()
+}
+
+/// What the caller says of the server's tools, where the connector is one of this crate.
+pub(crate) fn tool_rules_of<M: 'static>(connector: &M) -> Option<&ToolRules> {
+    let connector = connector as &dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return Some(connector.rules());
+    }
+    Some(connector.downcast_ref::<crate::mcp::Stdio>()?.rules())
 }
 
 /// Waits, within bounds, until the process that a connector started last is gone.

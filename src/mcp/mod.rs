@@ -277,6 +277,10 @@ impl Stdio {
         self.child.reaper()
     }
 
+    pub(crate) fn rules(&self) -> &ToolRules {
+        &self.settings.tools
+    }
+
     /// What each call may do.
     pub(crate) fn classifier(&self) -> Classifier<Request> {
         let tools = self.settings.tools.clone();

@@ -189,6 +189,10 @@ impl Connector {
         self
     }
 
+    pub(crate) fn rules(&self) -> &ToolRules {
+        self.memory.rules()
+    }
+
     /// What each call may do.
     pub(crate) fn classifier(&self) -> Classifier<Request> {
         let memory = Arc::clone(&self.memory);
