@@ -96,6 +96,10 @@ pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
 /// What a connector of this crate knows of the connect that is under way.
 pub(crate) fn under_way_of<M: 'static>(connector: &M) -> Option<UnderWay> {
     let connector = connector as &dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return Some(connector.under_way());
+    }
     let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::under_way);
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.under_way()))
 }

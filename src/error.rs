@@ -7,7 +7,7 @@ use std::{
     error::Error as StdError,
     fmt,
     future::Future,
-    io,
+    io, iter,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::{Pin, pin},
     process::ExitStatus,
@@ -340,12 +340,16 @@ impl CallError {
     }
 
     /// The foreign error, by reference: the one that was given, or the connector's where no connection could
-    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError).
+    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError), or one of that one's sources.
     pub fn get_ref<E: StdError + 'static>(&self) -> Option<&E> {
         match (self.0.source.as_deref(), &self.0.cause) {
             (Some(source), _) => source.downcast_ref(),
             (None, Cause::ConnectFailed(error)) => match &**error {
-                ConnectError::Connector(error) => error.downcast_ref(),
+                ConnectError::Connector(error) => {
+                    let first: &(dyn StdError + 'static) = &**error;
+                    iter::successors(Some(first), |&error| error.source())
+                        .find_map(|error| error.downcast_ref())
+                }
                 _ => None,
             },
             (None, _) => None,

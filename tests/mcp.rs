@@ -152,7 +152,10 @@ async fn the_era_can_be_pinned() {
     stack(log.server("").era(Era::Initialize)).send(list()).await.unwrap();
     assert!(!log.lines("tools/list", 1).await.contains(&"server/discover".to_owned()));
     let error = handshake_error(server("").era(Era::Discover)).await;
-    assert_eq!(error.to_string(), "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)"
+    );
     let error = handshake_error(server(MODERN).era(Era::Initialize)).await;
     assert_eq!(
         error.to_string(),

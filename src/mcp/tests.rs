@@ -321,7 +321,10 @@ async fn a_pinned_era_is_the_only_one() {
     sleep(Duration::from_secs(50)).await;
     server.refuse(&discover, -32601, Value::Null).await;
     let error = failed(connecting).await;
-    assert_eq!(error.to_string(), "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)"
+    );
     assert!(lab.servers.try_recv().is_err());
 }
 
@@ -532,7 +535,11 @@ async fn nothing_that_a_server_says_in_the_handshake_is_in_the_text_of_a_calls_e
             json!({ "error": refused }),
             "the server refused `initialize` (code -32000; its message is in the `HandshakeError`)",
         ),
-        (Era::Discover, json!({ "error": refused }), "the server refused `server/discover` (code -32000; its message is in the `HandshakeError`)"),
+        (
+            Era::Discover,
+            json!({ "error": refused }),
+            "the server refused `server/discover` (code -32000; its message is in the `HandshakeError`)",
+        ),
         (Era::Initialize, json!({ "result": { "protocolVersion": "hunter2" } }), r#"speaks ["?"]"#),
         (
             Era::Discover,
