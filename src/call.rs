@@ -666,6 +666,13 @@ struct ActivityState {
     generation: Option<(u64, Instant)>,
     replaced: Option<Box<Fence>>,
     waker: Option<Waker>,
+    gate: Option<Arc<dyn Gate>>,
+}
+
+/// What is asked of an attempt that has waited for a connection at the moment in which it goes.
+pub(crate) trait Gate: fmt::Debug + Send + Sync {
+    /// Whether it may still go. If so, it counts as handed over now.
+    fn opens(&self) -> bool;
 }
 
 /// What a write-safety layer that may replay a write says of itself to those further in.
@@ -756,6 +763,20 @@ impl Activity {
 
     pub(crate) fn is_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Has that asked when it goes after it has waited.
+    pub(crate) fn set_gate(&self, gate: Arc<dyn Gate>) {
+        self.lock().gate = Some(gate);
+    }
+
+    /// What has waited goes now, if it may; else it is over.
+    #[cold]
+    fn ask_the_gate(&self) {
+        let gate = self.lock().gate.clone();
+        if gate.is_some_and(|gate| !gate.opens()) {
+            self.close();
+        }
     }
 
     /// Marks that the request was not sent, or not processed, on the connection that it was given to.
@@ -870,6 +891,9 @@ impl Activity {
     /// What another connection marked before, which has handed the request back, says nothing of this one.
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant, by: Giver) -> bool {
+        if self.is_waiting() {
+            self.ask_the_gate();
+        }
         let mut state = self.lock();
         // Another one, which has not come back.
         state.copied |= state.given.contains(&Some(by));

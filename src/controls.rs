@@ -60,12 +60,20 @@ mod switches {
         Unsent,
         /// No replay lands on another write.
         OtherWrites,
+        /// Nor does one that waits for its connection while the other goes ahead.
+        ReplayWait,
+        /// A write that waits for its connection counts as handed over when it goes.
+        WriteWait,
+        /// One that is called and polled later counts as handed over when it is polled first.
+        FirstPoll,
         /// A write is replayed once.
         Once,
         /// A write whose future is dropped is reported.
         DropGuard,
         /// No write goes out while another with its key is in doubt.
         KeyInDoubt,
+        /// Nor does one that waits for its connection.
+        KeyWait,
         /// A write is entered before it is handed over.
         Enter,
         /// A replay is claimed before it is handed over.

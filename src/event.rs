@@ -33,8 +33,9 @@ pub enum Event<'a> {
     /// says so to its caller alone.
     Call(&'a CallReport),
     /// A connection closed. Emitted when the connect that followed it has ended, so that it can say what was
-    /// there before and after: with the next call, or at the shutdown. A first connect that fails is not an
-    /// incident but the error of the calls that waited for it.
+    /// there before and after: with the next call, or at the shutdown. It may so come after the
+    /// [`InDoubt`](Event::InDoubt) of a write that the same closure put in doubt, and after the write's error. A first
+    /// connect that fails is not an incident but the error of the calls that waited for it.
     Incident(&'a Incident),
     /// A read succeeded on the connection that followed a closure.
     Recovery(&'a Recovery),
@@ -63,7 +64,8 @@ pub struct CallReport {
     pub basis: Basis,
     /// Its attempts, in their order.
     pub attempts: Vec<Attempt>,
-    /// `None` for a success.
+    /// What is known of a call that failed; `None` for a success, since an [`Outcome`] is what an error knows. As
+    /// JSON that is `null`.
     pub outcome: Option<Outcome>,
     /// What the layers noted, such as why a retry was suppressed.
     pub notes: Vec<String>,
@@ -163,7 +165,9 @@ pub struct DoubtReport {
     pub fence: Option<Fence>,
     /// Whether the call was handed over a second time.
     pub replayed: bool,
-    /// `None` for a success.
+    /// What is known of a write that got no answer, or an error; `None` for a success: it was answered late, its replay
+    /// was, or the check or [`landed_with`](crate::WriteSafetyLayer::landed_with) gave its response. As JSON that is
+    /// `null`.
     pub outcome: Option<Outcome>,
 }
 
@@ -185,8 +189,8 @@ type Sink = dyn Fn(Event<'_>) + Send + Sync;
 /// Where a layer's events go: to the caller's function, if there is one, and to `tracing`. In a call's context it
 /// also holds what else few calls have, so that all the others carry one empty pointer.
 ///
-/// A clone has a reference count of its own, so that calls over clones do not contend for one; `share` is
-/// for what belongs to one call.
+/// A clone has a reference count of its own, so that calls over clones do not contend for one, but for those of an
+/// [inner](Self::inner) layer; `share` is for what belongs to one call.
 #[derive(Default)]
 pub(crate) struct Events(Option<Arc<Carried>>);
 
@@ -195,6 +199,8 @@ struct Carried {
     sink: Option<Arc<Sink>>,
     trail: Option<Arc<Trail>>,
     progress: Option<Arc<Progress>>,
+    /// Whether clones are one and the same.
+    inner: bool,
 }
 
 impl Events {
@@ -205,6 +211,13 @@ impl Events {
     /// No sink, and that progress.
     pub(crate) fn with_progress(progress: Arc<Progress>) -> Self {
         Self(Some(Arc::new(Carried { progress: Some(progress), ..Carried::default() })))
+    }
+
+    /// The same for a layer inside of another that has these: its calls come with that one's, and do not count its
+    /// own, so that a clone need not allocate.
+    pub(crate) fn inner(&self) -> Self {
+        let sink = self.0.as_ref().and_then(|carried| carried.sink.clone());
+        Self(sink.map(|sink| Arc::new(Carried { sink: Some(sink), inner: true, ..Carried::default() })))
     }
 
     #[inline]
@@ -328,6 +341,9 @@ impl Report {
 
 impl Clone for Events {
     fn clone(&self) -> Self {
+        if self.0.as_ref().is_some_and(|carried| carried.inner) {
+            return self.share();
+        }
         let sink = self.0.as_ref().and_then(|carried| carried.sink.clone());
         Self(sink.map(|sink| Arc::new(Carried { sink: Some(sink), ..Carried::default() })))
     }
@@ -365,5 +381,35 @@ fn trace(event: Event<'_>) {
             }
             None => tracing::info!(target: "goaround", method = %r.method, "late answer"),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn are_one(one: &Events, other: &Events) -> bool {
+        one.0.as_ref().zip(other.0.as_ref()).is_some_and(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
+    #[test]
+    fn clones_count_for_themselves_but_for_those_of_an_inner_layer() {
+        let seen = Arc::new(AtomicU32::new(0));
+        let events = Events::to({
+            let seen = Arc::clone(&seen);
+            move |_| _ = seen.fetch_add(1, Ordering::Relaxed)
+        });
+        let inner = events.inner();
+        assert!(!are_one(&events, &events.clone()));
+        assert!(!are_one(&events, &inner));
+        assert!(are_one(&inner, &inner.clone()));
+        let late = LateAnswer { call: None, method: "put".into(), violated: None };
+        for events in [events.clone(), inner.clone(), inner] {
+            events.emit(Event::LateAnswer(&late));
+        }
+        assert_eq!(seen.load(Ordering::Relaxed), 3);
+        assert!(Events::default().inner().0.is_none());
     }
 }

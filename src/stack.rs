@@ -240,7 +240,7 @@ where
     Req: Call + Send + 'static,
     Res: Send + 'static,
 {
-    let (writes, mut door) = ways.layers.parts();
+    let writes = ways.layers.get_ref();
     let judged = match writes.classifier() {
         Some(classify) => {
             if let Some((effect, basis)) = classify(&request) {
@@ -251,7 +251,7 @@ where
         None => false,
     };
     let effect = effect_of(&request);
-    let retry = writes.get_mut();
+    let retry = writes.get_ref();
     if !effect.is_write()
         && retry.is_plain()
         // Who gives one wants to know on which connection the call is, which only the layers note.
@@ -259,34 +259,40 @@ where
         && request.context().trail().is_none()
         && let Some(local) = retry.get_ref().ready_for_read()
     {
-        let lane = match &ways.lane {
-            Some(lane) if lane.is_on(local) => Arc::clone(lane),
-            _ => {
-                let local = Arc::clone(local);
-                let lane = Lane::new(&seat.shared, retry.handle(), &local);
-                if let Some(old) = ways.lane.replace(Arc::clone(&lane)) {
-                    old.release();
-                }
-                lane
+        if ways.lane.as_ref().is_none_or(|lane| !lane.is_on(local)) {
+            let local = Arc::clone(local);
+            let lane = Lane::new(&seat.shared, ways.layers.get_mut().get_mut().handle(), &local);
+            if let Some(old) = ways.lane.replace(lane) {
+                old.release();
             }
-        };
-        // The lane was taken before the flag is read: as with the seat below.
-        if lane.shared.closing.load(Ordering::Acquire) {
-            return ResponseFuture::shut_down(retry.inner_mut(), request, effect);
         }
         let context = request.context_mut();
         if context.effect().is_none() {
             context.stamp(effect, Basis::Default);
         }
-        let outermost = door.enter(context);
-        if let Err(error) = door.settle(context) {
-            return ResponseFuture::refused(retry.inner_mut(), error.of_request(&request, effect));
+        let outermost = ways.layers.enter(context);
+        let settled = ways.layers.settle(context);
+        let reconnect = ways.layers.get_mut().get_mut().inner_mut();
+        if let Err(error) = settled {
+            return match seat.shared.closing.load(Ordering::Acquire) {
+                true => ResponseFuture::shut_down(reconnect, request, effect),
+                false => ResponseFuture::refused(reconnect, error.of_request(&request, effect)),
+            };
         }
         if let Some(kept) = replica(&request)
-            && let Some(connection) = retry.inner_mut().take_ready()
+            && let Some(lane) = &ways.lane
         {
-            let direct = Direct::new(connection.call(request), lane, kept, outermost);
-            return ResponseFuture { kind: Kind::Direct { direct } };
+            // Counted only now, when all that is moved into the future has been written: to count waits for that
+            // anyway, and what is moved right after it was written waits once more.
+            let lane = Arc::clone(lane);
+            // The lane was taken before the flag is read: as with the seat below.
+            if lane.shared.closing.load(Ordering::Acquire) {
+                return ResponseFuture::shut_down(reconnect, request, effect);
+            }
+            if let Some(connection) = reconnect.take_ready() {
+                let direct = Direct::new(connection.call(request), lane, kept, outermost);
+                return ResponseFuture { kind: Kind::Direct { direct } };
+            }
         }
         // It can be sent only once. The layers have not seen it yet.
         request.context_mut().set_entered(!outermost);
@@ -294,7 +300,7 @@ where
     // Taken before the flag is read, so that a shutdown that sets it sees either this call or its refusal.
     let seat = Arc::clone(seat);
     if seat.shared.closing.load(Ordering::Acquire) {
-        return ResponseFuture::shut_down(retry.inner_mut(), request, effect);
+        return ResponseFuture::shut_down(ways.layers.get_mut().get_mut().inner_mut(), request, effect);
     }
     request.context_mut().set_judged(judged);
     // The layers are one after the other here, so that one reading of the clock serves them all.
@@ -516,12 +522,15 @@ where
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let KindProj::Direct { direct } = self.as_mut().project().kind.project() else {
+        let KindProj::Direct { mut direct } = self.as_mut().project().kind.project() else {
             return self.poll_rest(None, cx);
         };
-        match ready!(direct.poll(cx)) {
+        match ready!(direct.as_mut().poll(cx)) {
             Ok(response) => {
-                self.leave();
+                match direct.lane.is_closing() {
+                    true => self.leave(),
+                    false => self.project().kind.set(Kind::Done),
+                }
                 Poll::Ready(Ok(response))
             }
             Err(error) => self.poll_rest(Some(error), cx),
@@ -578,6 +587,19 @@ pub struct StackBuilder<M, Req, Res> {
     of: PhantomData<fn(Req) -> Res>,
 }
 
+/// A function that [`StackBuilder::check`] takes: every `Fn(InDoubt<Req, Res>) -> Fut` is one, and nothing else.
+///
+/// It is a trait of its own only so that the compiler can say where a check goes that is no function.
+#[diagnostic::on_unimplemented(
+    message = "`check(..)` takes a function of a write in doubt, and `{Self}` is none",
+    label = "no function of an `InDoubt<{Req}, {Res}>`",
+    note = "a ready-made check, or another `EffectCheck`, goes in by `.writes(WriteSafetyLayer::new(check))`",
+    note = "around the official SDK one of `mcp::checks` has to be wrapped besides: `sdk::check(check)`"
+)]
+pub trait CheckFunction<Req, Res, Fut>: Fn(InDoubt<Req, Res>) -> Fut {}
+
+impl<F, Fut, Req, Res> CheckFunction<Req, Res, Fut> for F where F: Fn(InDoubt<Req, Res>) -> Fut {}
+
 /// What is wrong with a stack's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("wrong configuration: {0}")]
@@ -619,17 +641,34 @@ where
         self
     }
 
-    /// Settles writes in doubt by that check, a function: short for [`writes`](Self::writes) with
-    /// [`WriteSafetyLayer::new`], which takes any [`EffectCheck`](crate::EffectCheck), the ready-made ones of
-    /// [`mcp::checks`](crate::mcp::checks) among them. Give one of the two, not both. Without either, every write in doubt is unknown and none is replayed.
+    /// Settles writes in doubt by that function of an [`InDoubt`]; a ready-made check goes in by
+    /// [`writes`](Self::writes), as `.writes(WriteSafetyLayer::new(check))`.
+    ///
+    /// It is short for that, and tells a closure what it is given, so that `|doubt| async move { .. }` needs no
+    /// types. [`WriteSafetyLayer::new`] takes any [`EffectCheck`](crate::EffectCheck): a function, a closure whose
+    /// argument has a type, or one of [`mcp::checks`](crate::mcp::checks). Give one of the two, not both. Without
+    /// either, every write in doubt is unknown and none is replayed.
     ///
     /// The check is asked about all writes of the stack. A replay needs a fence besides, such as
     /// [`Child::exit_ends_effects`](crate::stdio::Child::exit_ends_effects) on the connector or
     /// [`WriteSafetyLayer::quarantine`].
+    ///
+    /// ```
+    /// use goaround::{ConfigError, Stack, WriteSafetyLayer, mcp::{self, checks}};
+    ///
+    /// # fn build(server: mcp::Stdio, other: mcp::Stdio) -> Result<(), ConfigError> {
+    /// let _by_a_function =
+    ///     Stack::builder(server).check(|doubt| async move { Ok(doubt.unknown("nobody looked")) }).build()?;
+    ///
+    /// let ready_made = checks::read_back("put").by_tool("get").argument("/id", "/id").same("/text", "/text");
+    /// let _by_a_ready_made_one = Stack::builder(other).writes(WriteSafetyLayer::new(ready_made)).build()?;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn check<F, Fut>(self, check: F) -> Self
     where
-        F: Fn(InDoubt<Req, Res>) -> Fut + Send + Sync + 'static,
+        F: CheckFunction<Req, Res, Fut> + Send + Sync + 'static,
         Fut: Future<Output = Result<Verdict<Res>, BoxError>> + Send + 'static,
     {
         self.writes(WriteSafetyLayer::new(check))
@@ -689,9 +728,9 @@ where
         let (deadline, writes, retry, reconnect) = match events.is_set() {
             true => (
                 deadline.with_events(events.clone()),
-                writes.with_events(events.clone()),
-                retry.with_events(events.clone()),
-                reconnect.with_events(events.clone()),
+                writes.with_events(events.inner()),
+                retry.with_events(events.inner()),
+                reconnect.with_events(events.inner()),
             ),
             false => (deadline, writes, retry, reconnect),
         };

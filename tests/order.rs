@@ -121,6 +121,54 @@ async fn no_replay_lands_on_a_write_on_its_key_that_waited_for_a_connection_unti
     assert!(second.starts_with("NotDone"), "{second}");
 }
 
+/// W2 is called on a connection that sends what is polled, and is polled only when W1 was lost. W1 must not be replayed
+/// on top of it.
+async fn is_polled_late(safety: Safety) -> (Vec<String>, Result<Res, CallError>) {
+    let lab = Lab::new();
+    let log = lab.log.clone();
+    let when_polled: Step = Box::new(move |request: Req| {
+        Box::pin(async move {
+            log.note(format!("lands {}", *request));
+            Ok(2)
+        })
+    });
+    lab.write(when_polled).write(dies(&lab, ms(1))).write(lands(&lab, 1));
+    let stack = stack(&lab, safety);
+    assert_eq!(stack.clone().oneshot(read()).await.unwrap(), 0);
+    let second = stack.clone().ready().await.unwrap().call(named("W2"));
+    let first = tokio::spawn(stack.clone().oneshot(named("W1")));
+    while lab.log.count("dies with W1") == 0 {
+        tokio::time::sleep(ms(1)).await;
+    }
+    assert_eq!(second.await.unwrap(), 2);
+    (lab.log.timed(), first.await.unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_that_was_called_before_and_polled_only_later() {
+    for safety in [absent(), absent().conflict_key(|_| Some("k"))] {
+        let (log, first) = is_polled_late(safety).await;
+        assert_eq!(landed(&log), ["W2"], "W1 over W2: {first:?} {log:#?}");
+        assert_eq!(first.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}
+
+/// The mirror image: W2 was sent when it was called, and lost, and W1 is answered before W2 is polled.
+#[tokio::test(start_paused = true)]
+async fn no_replay_of_a_write_that_is_polled_only_later_lands_on_one_that_went_meanwhile() {
+    for safety in [absent(), absent().conflict_key(|_| Some("k"))] {
+        let lab = Lab::new();
+        lab.write(dies(&lab, ms(1))).write(lands(&lab, 1)).write(lands(&lab, 2));
+        let stack = stack(&lab, safety);
+        assert_eq!(stack.clone().oneshot(read()).await.unwrap(), 0);
+        let second = stack.clone().ready().await.unwrap().call(named("W2"));
+        assert_eq!(stack.clone().oneshot(named("W1")).await.unwrap(), 1);
+        let second = second.await;
+        assert_eq!(landed(&lab.log.timed()), ["W1"], "W2 over W1: {second:?} {:#?}", lab.log.timed());
+        assert_eq!(second.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}
+
 /// A closure takes down W1 and a read. Both are made again, and wait for the connection, which takes a second. W3 is
 /// called meanwhile, gets its turn first, and is answered. Then the replay of W1 lands on top of it.
 async fn waits_for_its_replay(
@@ -401,4 +449,24 @@ async fn an_unknown_is_reported_where_a_copy_was_made_after_a_panic_further_in()
     let error = outer.oneshot(write()).await.unwrap_err();
     assert_eq!(error.outcome(), Outcome::Unknown);
     assert!(lab.events.doubts() >= 1, "{:?}", lab.events.all());
+}
+
+#[tokio::test(start_paused = true)]
+async fn that_a_write_waits_for_a_connection_is_one_attempt_however_long_it_takes() {
+    for comes in [true, false] {
+        let lab = Lab::new();
+        lab.write(lands(&lab, 1));
+        lab.connect(Connect::After(if comes { 29 * SECOND } else { 60 * SECOND }));
+        let result = stack(&lab, absent()).send(named("w1")).await;
+        assert_eq!(lab.log.count("lands w1"), usize::from(comes));
+        match result {
+            Ok(answer) => assert_eq!((answer, comes), (1, true)),
+            Err(error) => {
+                assert_eq!((error.outcome(), error.attempts().len(), comes), (Outcome::NotDone, 1, false));
+                assert!(error.to_string().contains("no connection yet"), "{error}");
+            }
+        }
+        // One attempt is nothing to report, and there was nothing to doubt.
+        assert_eq!((lab.events.calls(), lab.events.doubts()), (0, 0), "{comes}");
+    }
 }

@@ -1,8 +1,9 @@
 //! Twelve flights through a server that is killed, hangs and loses replies, on real processes and real pipes.
 //!
 //! `cargo run --example demo` starts an MCP server as a child process (this executable, in server mode: see
-//! `server.rs`), calls it through `goaround`, lets it fail in twelve ways (`flights.rs`), and then compares what
-//! each caller was told with what the server wrote into its journal (`flight.rs`, `report.rs`).
+//! `server.rs`), flies twelve flights through it with `goaround` (`flights.rs`), on all but the first of which
+//! something fails, and then compares what each caller was told with what the server wrote into its journal (`flight.rs`,
+//! `report.rs`).
 //!
 //! `cargo run --example demo -- COMMAND ARGS…` does the same with the reads of any MCP server (`visit.rs`).
 

@@ -139,25 +139,10 @@ impl<S> DeadlineService<S> {
         }
     }
 
-    /// The inner service, and what this layer does to a call before it gives it to that.
-    #[inline]
-    pub(crate) fn parts(&mut self) -> (&mut S, Door<'_>) {
-        (&mut self.inner, Door { default: self.default, events: &self.events, ids: &mut self.ids })
-    }
-}
-
-/// Where a call enters the layer.
-pub(crate) struct Door<'a> {
-    default: layer::Default,
-    events: &'a Events,
-    ids: &'a mut CallIds,
-}
-
-impl Door<'_> {
-    /// Whether the layer is the call's outermost one.
+    /// Names a call that comes now: whether the layer is its outermost one.
     #[inline(always)]
     pub(crate) fn enter(&mut self, context: &mut CallContext) -> bool {
-        event::enter(context, self.ids, self.events)
+        event::enter(context, &mut self.ids, &self.events)
     }
 
     /// Settles the call's deadline, and says when, where the clock was read; `Err` if it has passed already, or
@@ -250,10 +235,9 @@ impl<S> DeadlineService<S> {
     pub(crate) fn let_in<Req: Call>(&mut self, request: &mut Req) -> Result<Entered, CallError> {
         let effect = effect_of(request);
         let context = request.context_mut();
-        let (_, mut door) = self.parts();
-        let outermost = door.enter(context);
+        let outermost = self.enter(context);
         let report = Report::of(context, outermost);
-        let now = door.settle(context)?;
+        let now = self.settle(context)?;
         Ok(Entered { now, until: context.until(), effect, report })
     }
 }

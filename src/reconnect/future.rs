@@ -308,6 +308,11 @@ where
             let waiter = Waiter::new(Arc::clone(&local.shared));
             let unsent = Unsent::Waiting { request: Some(request), waiter };
             this.state.set(State::Unsent(Box::new(unsent)));
+            if call.effect.is_write() && call.activity.is_some() {
+                // Whoever answers for it sees that it waits before it goes, be the next connection there already.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
         }
     }
 }

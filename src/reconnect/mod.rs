@@ -140,13 +140,13 @@ where
 }
 
 impl<M: Service<()>> Reconnect<M> {
-    /// The handle on the connection, if a read can be given to it now and would show nothing new.
+    /// The handle on the connection, if a read can be given to it now and would show nothing new. Of a layer that is
+    /// configured rightly.
     #[inline]
     pub(crate) fn ready_for_read(&self) -> Option<&Arc<Local<M>>> {
         let link = self.link.as_ref()?;
         let generation = &link.local.generation;
         let ready = link.ready
-            && self.wrong.is_none()
             && generation.has_shown(Effect::ReadOnly)
             && self.shared.is_current(generation)
             && !self.shared.is_closing();
@@ -177,7 +177,8 @@ impl<M: Service<()>> Reconnect<M> {
             self.forget_dead();
         }
         let link = self.link.as_mut()?;
-        std::mem::take(&mut link.ready).then_some(&mut link.connection)
+        link.ready = false;
+        Some(&mut link.connection)
     }
 }
 

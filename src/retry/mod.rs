@@ -118,10 +118,10 @@ impl<S> Retry<S> {
 }
 
 impl<S> Retry<S> {
-    /// Whether attempts have no time of their own.
+    /// Whether attempts have no time of their own. Of a layer that is configured rightly.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
-        self.wrong.is_none() && self.options.attempt_timeout.is_none()
+        self.options.attempt_timeout.is_none()
     }
 
     /// The inner service, without a change to it.

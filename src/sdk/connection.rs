@@ -66,9 +66,10 @@ const ABANDONED: &str = "nobody waits for the answer any more";
 /// A connection to an MCP server by the SDK's client. A clone shares it; it closes when the last one is dropped,
 /// with the last of its calls.
 ///
-/// Calls are given to the SDK when their futures are first polled, and resolve with the server's answer, or with what is known without one. They have no timer: a future that is polled at or past its
-/// call's deadline resolves with what it knows, and whoever drops it before it has resolved has the server told
-/// (`notifications/cancelled` over this very connection, or the end of the response's stream).
+/// Calls are given to the SDK when their futures are first polled, and resolve with the server's answer, or with what
+/// is known without one. They have no timer: a future that is polled at or past its call's deadline resolves with what
+/// it knows, and whoever drops it before it has resolved has the server told (`notifications/cancelled` over this very
+/// connection, or the end of the response's stream).
 ///
 /// - A `tools/call` that was taken for harmless by a trusted annotation is refused if the server's list on this
 ///   connection does not say so, or no longer says so when its turn comes ([`Refusal::EffectChanged`]).

@@ -141,9 +141,9 @@ impl Connector {
 
     /// What to do when an HTTP server refuses the credentials (401): the function gets the server's challenge and
     /// gives a new bearer token, which all later requests carry. It runs once for all calls that were refused
-    /// together, in a task of its own that outlives their deadlines; those that only read are then repeated, a write is returned as not done. A token that is refused in
-    /// turn is an error, as is a function that takes longer than two minutes, and the next call asks again. The
-    /// token is never logged.
+    /// together, in a task of its own that outlives their deadlines; those that only read are then repeated, a
+    /// write is returned as not done. A token that is refused in turn is an error, as is a function that takes
+    /// longer than two minutes, and the next call asks again. The token is never logged.
     ///
     /// ```
     /// use goaround::sdk::{Connector, Unauthorized};

@@ -60,9 +60,10 @@
 //! `Connector::stdio((), command)`. The example `agent_host` is such a loop as a whole program, against a command or a
 //! URL.
 //!
-//! Where signatures have the SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error as
-//! it is, unless an earlier attempt may have landed, and everything else inside a `ServiceError::TransportSend`. The SDK puts "Transport send error: …" before its
-//! text; what is known follows that, and begins the text of the `CallError` inside. For a model use [`tool_result`].
+//! Where signatures have the SDK's error, `?` makes one of a [`CallError`](crate::CallError): the server's own error
+//! as it is, unless an earlier attempt may have landed, and everything else inside a `ServiceError::TransportSend`.
+//! The SDK puts "Transport send error: …" before its text; what is known follows that, and begins the text of the
+//! `CallError` inside. For a model use [`tool_result`].
 //!
 //! # Versions
 //!

@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::ledger::{EntryId, State};
-use crate::call::address;
+use crate::call::{Gate, address};
 
 /// The order of a service's writes, over all of its clones.
 ///
@@ -67,6 +67,11 @@ impl Key {
         self.doubts.iter().find(|(held, _)| *held != id)
     }
 
+    /// What stands in the way of a call that began when so many had ended in doubt.
+    fn in_the_way(&self, id: EntryId, left: u64) -> Option<&(EntryId, String)> {
+        self.other_doubt(id).or(self.last_left.as_ref().filter(|_| self.left != left))
+    }
+
     /// Counts a hand-over of that call.
     fn hand_over(&mut self, id: EntryId) -> u64 {
         if self.last.replace(id) != Some(id) {
@@ -103,7 +108,7 @@ impl Conflicts {
         state.calls += 1;
         let left = state.left;
         drop(keys);
-        Ok(Hold { of: Arc::clone(self), id, key, left, writes: 0, keyless: 0 })
+        Ok(Hold { of: Arc::clone(self), id, key, left, place: Place::default() })
     }
 
     /// An attempt of a write passes that another layer, further out, answers for. It is turned away as any other
@@ -149,6 +154,24 @@ impl Conflicts {
         claimed
     }
 
+    /// Counts one with a key; its place.
+    fn hand_over_keyed(&self, state: &mut Key, id: EntryId) -> Place {
+        let keyless = self.keyless.load(Ordering::Acquire);
+        self.all.fetch_add(1, Ordering::AcqRel);
+        Place { writes: state.hand_over(id), keyless }
+    }
+
+    /// Whether no write that touches the one with that place was handed over since.
+    fn is_last_keyed(&self, state: &Key, place: Place) -> bool {
+        state.writes == place.writes && self.keyless.load(Ordering::Acquire) == place.keyless
+    }
+
+    /// A write without a key, with that number, waits for a connection.
+    pub(super) fn in_line(self: &Arc<Self>, number: u64, replay: bool) -> InLine {
+        let place = Mutex::new(Place { writes: number, keyless: 0 });
+        InLine { of: Arc::clone(self), key: None, left: 0, replay, independent: false, place }
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
         self.keys.lock()
     }
@@ -162,9 +185,28 @@ pub(super) struct Hold {
     key: Arc<str>,
     /// How many calls had ended in doubt when it began.
     left: u64,
-    /// As of its last hand-over.
-    writes: u64,
+    place: Place,
+}
+
+/// A write's place in the order, as of its last hand-over.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Place {
+    /// Its number among those with its key; without one, among all.
+    pub(super) writes: u64,
     keyless: u64,
+}
+
+/// A write that waits for a connection.
+#[derive(Debug)]
+pub(super) struct InLine {
+    of: Arc<Conflicts>,
+    key: Option<(Arc<str>, EntryId)>,
+    /// How many calls had ended in doubt when it began.
+    left: u64,
+    replay: bool,
+    /// Whether it does not matter what else was handed over.
+    independent: bool,
+    place: Mutex<Place>,
 }
 
 impl Hold {
@@ -190,38 +232,50 @@ impl Hold {
 
     /// It is handed over.
     pub(super) fn hand_over(&mut self) {
-        self.keyless = self.of.keyless.load(Ordering::Acquire);
-        self.of.all.fetch_add(1, Ordering::AcqRel);
         let mut keys = self.of.lock();
         let state = keys.entry(Arc::clone(&self.key)).or_default();
-        self.writes = state.hand_over(self.id);
+        self.place = self.of.hand_over_keyed(state, self.id);
+    }
+
+    /// It waits for a connection, perhaps as a replay.
+    pub(super) fn in_line(&self, replay: bool, independent: bool) -> InLine {
+        let (of, key) = (Arc::clone(&self.of), Some((Arc::clone(&self.key), self.id)));
+        InLine { of, key, left: self.left, replay, independent, place: Mutex::new(self.place) }
+    }
+
+    /// It has gone since it stood in line.
+    pub(super) fn take_place(&mut self, line: &InLine) {
+        self.place = line.place();
+    }
+
+    /// It may go only now, and may have gone when it was handed over.
+    pub(super) fn goes_later(&self) {
+        self.of.all.fetch_add(1, Ordering::AcqRel);
+        if let Some(state) = self.of.lock().get_mut(&self.key) {
+            state.hand_over(self.id);
+        }
     }
 
     /// Whether no write that touches it was handed over since.
     pub(super) fn is_last(&self) -> bool {
-        let writes = self.of.lock().get(&self.key).map(|state| state.writes);
-        writes == Some(self.writes) && self.of.keyless.load(Ordering::Acquire) == self.keyless
+        self.of.lock().get(&self.key).is_some_and(|state| self.of.is_last_keyed(state, self.place))
     }
 
     /// Claims its replay: `false` if a write that touches it was handed over since.
     pub(super) fn claim(&mut self) -> bool {
         let mut keys = self.of.lock();
         let Some(state) = keys.get_mut(&self.key) else { return false };
-        if state.writes != self.writes || self.of.keyless.load(Ordering::Acquire) != self.keyless {
-            return false;
+        let claimed = self.of.is_last_keyed(state, self.place);
+        if claimed {
+            self.place = self.of.hand_over_keyed(state, self.id);
         }
-        self.writes = state.hand_over(self.id);
-        self.of.all.fetch_add(1, Ordering::AcqRel);
-        true
+        claimed
     }
 
     /// Another call with its key that is in doubt, or has ended so since this one began: its ledger may have been
     /// asked before that.
     pub(super) fn in_its_way(&self) -> Option<(EntryId, String)> {
-        let keys = self.of.lock();
-        let state = keys.get(&self.key)?;
-        let doubt = state.other_doubt(self.id);
-        doubt.or(state.last_left.as_ref().filter(|_| state.left != self.left)).cloned()
+        self.of.lock().get(&self.key)?.in_the_way(self.id, self.left).cloned()
     }
 
     /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
@@ -247,6 +301,50 @@ impl Hold {
         if let Some(state) = self.of.lock().get_mut(&self.key) {
             state.doubts.retain(|(held, _)| *held != self.id);
         }
+    }
+}
+
+impl InLine {
+    /// As of its last hand-over.
+    pub(super) fn place(&self) -> Place {
+        *self.lock()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Place> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A replay must not go over a write that was handed over while it waited. Any other write goes later than it was
+/// counted: it counts when it goes, so that no replay lands on it, and does not go while its key is in doubt.
+impl Gate for InLine {
+    fn opens(&self) -> bool {
+        let mut place = self.lock();
+        let Some((key, id)) = &self.key else {
+            return match self.of.is_last(place.writes) {
+                true => true,
+                false if self.replay => off!(ReplayWait) || off!(OtherWrites),
+                false => {
+                    if !off!(WriteWait) {
+                        place.writes = self.of.hand_over();
+                    }
+                    true
+                }
+            };
+        };
+        let mut keys = self.of.lock();
+        let Some(state) = keys.get_mut(key) else { return false };
+        let is_last = self.of.is_last_keyed(state, *place);
+        if self.replay {
+            return is_last || self.independent || off!(ReplayWait) || off!(OtherWrites);
+        }
+        if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
+            return false;
+        }
+        if !is_last && !off!(WriteWait) {
+            *place = self.of.hand_over_keyed(state, *id);
+        }
+        true
     }
 }
 

@@ -23,6 +23,7 @@ use tower::Service;
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
     account::{Closing, GivenBack, News},
+    conflicts::InLine,
     fence::{Fence, FenceBasis},
     guard,
     ledger::{LedgerError, State},
@@ -122,6 +123,8 @@ struct WriteCall<S, Req, Res> {
     parts: Parts<S, Req, Res>,
     /// This write's place among the stack's writes.
     sequence: u64,
+    /// The attempt under way, where it has to wait for a connection.
+    line: Option<Arc<InLine>>,
     /// The attempts that have ended.
     attempts: Vec<Attempt>,
     polled: bool,
@@ -370,13 +373,18 @@ where
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
             self.close_by_fence();
+            if first {
+                self.look_as_it_begins();
+            }
             if self.parts.current.activity.is_waiting() {
-                self.look_before_it_goes();
+                self.stand_in_line();
             }
             // The attempt itself first: what it says is better evidence than any check's.
-            if let Some(future) = attempt.as_mut().as_pin_mut()
-                && let Poll::Ready(result) = future.poll(cx)
-            {
+            let polled = attempt.as_mut().as_pin_mut().map(|future| future.poll(cx));
+            if self.line.is_some() {
+                self.take_place();
+            }
+            if let Some(Poll::Ready(result)) = polled {
                 put_down(attempt.as_mut());
                 timer.set(None);
                 self.judging = true;
@@ -726,6 +734,11 @@ where
         match request {
             Some(request) if in_time => {
                 self.no_doubt();
+                if self.parts.current.activity.is_waiting() {
+                    // To have waited for a connection that did not come is no attempt.
+                    let waited = Cause::AttemptTimeout.name();
+                    error.attempts_mut().retain(|it| it.generation.is_some() || it.cause != waited);
+                }
                 if self.attempts.len() < ATTEMPTS_KEPT {
                     self.attempts.append(error.attempts_mut());
                 }
@@ -832,6 +845,7 @@ where
         }
         self.waited = waited;
         self.timed_out = false;
+        self.line = None;
         match errand {
             // What the ledger took is not the attempt's time.
             Errand::First | Errand::Again => {
@@ -892,21 +906,44 @@ where
         Poll::Ready(Ok(()))
     }
 
-    /// What waits for a connection goes out later than it was counted. A replay must not go over a write that was handed
-    /// over meanwhile; any other write counts as handed over when it goes, so that no replay lands on it, and does not go
-    /// while its key is in doubt.
+    /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
+    /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
+    fn look_as_it_begins(&self) {
+        if self.is_last_write() || off!(FirstPoll) {
+            return;
+        }
+        match &self.parts.hold {
+            Some(hold) => hold.goes_later(),
+            None if self.is_counted() => _ = self.parts.lane.shared.conflicts.hand_over(),
+            None => {}
+        }
+    }
+
+    /// What waits for a connection goes out later than it was counted: whoever gives it to one asks the order of writes
+    /// at that moment.
     #[cold]
-    fn look_before_it_goes(&mut self) {
-        let in_its_way = || self.parts.hold.as_deref().and_then(Hold::in_its_way).is_some();
-        let is_last = self.is_last_write();
-        match &self.replay {
-            Some(_) if is_last => {}
-            None if !in_its_way() => {
-                if !is_last {
-                    self.count_hand_over();
-                }
-            }
-            _ => self.parts.current.activity.close(),
+    fn stand_in_line(&mut self) {
+        if self.line.is_some() {
+            return;
+        }
+        let (Lane { config, shared, .. }, replay) = (&*self.parts.lane, self.replay.is_some());
+        let line = match &self.parts.hold {
+            Some(hold) => hold.in_line(replay, config.independent_writes),
+            None if self.is_counted() => shared.conflicts.in_line(self.sequence, replay),
+            None => return,
+        };
+        let line = Arc::new(line);
+        self.parts.current.activity.set_gate(Arc::<InLine>::clone(&line));
+        self.line = Some(line);
+    }
+
+    /// It may have gone since it stood in line, and have been counted again.
+    #[cold]
+    fn take_place(&mut self) {
+        let Some(line) = &self.line else { return };
+        match &mut self.parts.hold {
+            Some(hold) => hold.take_place(line),
+            None => self.sequence = line.place().writes,
         }
     }
 
@@ -1337,6 +1374,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             replaced: None,
             refused: None,
             trail: None,
+            line: None,
             handing_over: false,
             judging: false,
             answered: false,
@@ -1356,14 +1394,18 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     /// It is handed over for the first time, or anew since nothing of it was sent. Counted only where somebody
     /// may ask.
     fn count_hand_over(&mut self) {
-        let Lane { config, shared, .. } = &*self.parts.lane;
+        let counted = self.is_counted();
         match &mut self.parts.hold {
             Some(hold) => hold.hand_over(),
-            None if config.may_replay() && !config.independent_writes => {
-                self.sequence = shared.conflicts.hand_over();
-            }
+            None if counted => self.sequence = self.parts.lane.shared.conflicts.hand_over(),
             None => {}
         }
+    }
+
+    /// Whether somebody may ask for its place among those without a key.
+    fn is_counted(&self) -> bool {
+        let config = &self.parts.lane.config;
+        config.may_replay() && !config.independent_writes
     }
 
     fn guard(&self) -> Option<Guard> {

@@ -225,7 +225,15 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     }
 
     /// Keeps of each write's arguments in the ledger what that function says, so that the request can be made
-    /// again and a check can run after a restart. Nothing by default: arguments may hold secrets.
+    /// again and a check can run after a restart. Nothing by default: arguments may hold secrets. Then, and without
+    /// a [`conflict_key`](Self::conflict_key), an entry of an MCP tool's call tells neither which tool nor with what.
+    ///
+    /// ```
+    /// use goaround::{WriteSafetyLayer, jsonrpc::{Request, Response}};
+    ///
+    /// let _layer = WriteSafetyLayer::<Request, Response>::refuse()
+    ///     .keep_arguments(|request: &Request| Some(request.raw_params()?.get().to_owned()));
+    /// ```
     #[must_use]
     pub fn keep_arguments(self, arguments: impl Fn(&Req) -> Option<String> + Send + Sync + 'static) -> Self {
         self.set(None, |config| config.arguments = Some(Arc::new(arguments)))

@@ -192,9 +192,40 @@ pub const GUARDS: &[Control] = {
         guard("a process gone without its group", Kind::Full, Guard::Group, &["duplicates"]),
         guard("a fence over unwritten bytes", Kind::Full, Guard::Unsent, &["duplicates"]),
         guard("other writes since ignored", Kind::Full, Guard::OtherWrites, &["overwritten"]),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard(
+                "a replay that waits while another write goes ahead",
+                Kind::Full,
+                Guard::ReplayWait,
+                &["overwritten"],
+            ),
+        ),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard(
+                "a write that waits not counted when it goes",
+                Kind::Full,
+                Guard::WriteWait,
+                &["overwritten"],
+            ),
+        ),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard(
+                "a write that is polled late not counted when it is",
+                Kind::Lean,
+                Guard::FirstPoll,
+                &["overwritten"],
+            ),
+        ),
         guard("a second replay", Kind::Full, Guard::Once, &["attempts"]),
         guard("the drop guard off", Kind::Full, Guard::DropGuard, &["unreported"]),
         guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),
+        in_worlds_with(
+            Favours::LateTurns,
+            guard("a key in doubt ignored by a write that waits", Kind::Full, Guard::KeyWait, &["keys"]),
+        ),
         guard("handed over before it is entered", Kind::Full, Guard::Enter, &["ledger"]),
         guard("replayed without a claim", Kind::Full, Guard::Claim, &["ledger"]),
         in_worlds_with(

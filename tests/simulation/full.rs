@@ -275,7 +275,9 @@ impl Service<Request> for Adapter {
     }
 
     fn call(&mut self, request: Request) -> Adapted {
-        self.process.handed(methods::token(&request));
+        if request.method() == "put" {
+            self.process.handed(methods::token(&request));
+        }
         Adapted { future: self.client.request(request), process: self.process.clone() }
     }
 }

@@ -25,7 +25,7 @@ pub enum Wrong {
     Report { write: u32, what: &'static str, reports: String },
     /// A call took longer than it may.
     Late { call: u32, by: String },
-    /// A replay came on top of a write that had been acknowledged.
+    /// A replay came on top of a write that was handed over after the first attempt.
     Overwritten { by: u32, write: u32 },
     /// More hand-overs than there may be.
     Attempts { call: u32, arrived: usize },

@@ -89,7 +89,7 @@ pub async fn connect(world: &World) -> Result<Process, BoxError> {
     let early = world.chance(30).then(|| Starting(Some(world.start_process())));
     let most = match world.plan().favours {
         Favours::SlowConnects => 15_000,
-        Favours::Windows => 6_000,
+        Favours::Windows | Favours::LateTurns => 6_000,
         _ => 2_000,
     };
     sleep(world.wait(most)).await;
@@ -150,10 +150,7 @@ impl Service<Tagged<u32>> for Connection {
     fn call(&mut self, request: Tagged<u32>) -> Answer {
         let process = self.0.clone();
         match request.context().effect().unwrap_or(request.effect()).is_write() {
-            true => {
-                process.handed(*request);
-                Box::pin(write(process, request))
-            }
+            true => Box::pin(write(process, request)),
             false => Box::pin(read(process, *request)),
         }
     }
@@ -230,6 +227,8 @@ impl Drop for Waits {
 
 async fn write(process: Process, request: Tagged<u32>) -> Result<u32, CallError> {
     let (world, token) = (process.world.clone(), *request);
+    // As many services do it begins when it is polled first.
+    process.handed(token);
     let activity = request.context().activity().cloned().filter(|_| world.plan().marks);
     let (until, deadline) = (request.context().attempt_until(), request.context().deadline().instant());
     let queues = world.plan().marks || world.plan().lies.unmarked;

@@ -3,8 +3,9 @@
 //! what callers are told is true, and every unknown is reported.
 //!
 //! Two harnesses share the world: `full` has the real stack over the real JSON-RPC client on an in-memory
-//! pipe, in some worlds with MCP on it, `lean` an in-memory service under the same layers. What is declared falsely, and a guard that is
-//! off, must be found out: see `controls`.
+//! pipe, in some worlds with MCP on it, `lean` an in-memory service under the same layers. In a quarter of the worlds
+//! some callers have their turns late: see `late`. What is declared falsely, and a guard that is off, must be found
+//! out: see `controls`.
 //!
 //! - `GOAROUND_SEEDS=n` flies n full seeds and five times as many lean ones (20,000 and 100,000 by default).
 //! - `GOAROUND_SEED=full/7` (or `lean/7`, or `7` for both) replays one and prints its history.
@@ -15,6 +16,7 @@ mod controls;
 mod fly;
 mod full;
 mod judge;
+mod late;
 mod lean;
 mod ledger;
 mod world;

@@ -19,6 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::{
     judge::{Told, Wrong},
+    late::Late,
     ledger::Book,
 };
 
@@ -81,6 +82,8 @@ pub enum Favours {
     Windows,
     /// Connects that take longer than attempts.
     SlowConnects,
+    /// Writes that touch each other and wait for connections, and callers that have their turns late.
+    LateTurns,
 }
 
 /// What servers there are.
@@ -137,6 +140,8 @@ pub struct Plan {
     pub plain: bool,
     /// Whether what a tool does is what its server's annotations say, which a restart may change.
     pub annotated: bool,
+    /// Whether some of the callers have their turns late.
+    pub late: Option<Late>,
     /// What happens how often, in percent.
     pub faults: Faults,
 }
@@ -248,7 +253,7 @@ pub enum Reply {
 }
 
 impl Plan {
-    fn new(rng: &mut Rng, lies: Lies, sort: Sort) -> Self {
+    fn new(rng: &mut Rng, lies: Lies, sort: Sort, late: Option<Late>) -> Self {
         let ends_effects = rng.bool();
         let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
         let mut fates = [0; FATES];
@@ -308,6 +313,7 @@ impl Plan {
             few_in_flight: rng.u32(0..100) < 5,
             plain: sort != Sort::Meaning,
             annotated: sort == Sort::Annotated,
+            late,
             faults,
         };
         if lies == Lies::default() {
@@ -317,6 +323,9 @@ impl Plan {
                 10..14 => Favours::SlowConnects,
                 _ => Favours::Nothing,
             };
+            if plan.favours == Favours::Nothing && plan.late.is_some_and(|late| late.favoured) {
+                plan.favours = Favours::LateTurns;
+            }
         }
         plan.favour(rng);
         plan
@@ -353,6 +362,11 @@ impl Plan {
                 (self.quarantine, self.refuses) = (Some(LANDS_WITHIN + 1), false);
                 (self.faults.connect_hangs, self.faults.connect_fails, self.faults.check_fails) = (0, 0, 0);
             }
+            Favours::LateTurns => {
+                (self.cached, self.independent, self.refuses) = (false, false, false);
+                self.quarantine = Some(LANDS_WITHIN + 1);
+                (self.faults.connect_hangs, self.faults.connect_fails, self.faults.check_fails) = (0, 0, 0);
+            }
         }
     }
 }
@@ -373,8 +387,8 @@ pub struct State {
     applied: Vec<Applied>,
     /// What reached a server, in its order.
     arrived: Vec<Arrived>,
-    /// When each call was handed to a connection the last time.
-    handed: BTreeMap<u32, u64>,
+    /// The hand-overs of writes to connections, in their order, where they are seen.
+    handed: Vec<(u32, u64)>,
     /// Counts what happens, so that there is an order where the time is the same.
     now: u64,
     pub calls: BTreeMap<u32, Seen>,
@@ -403,7 +417,7 @@ pub struct State {
     /// Those of the calls.
     wakers: Vec<Weak<Woken>>,
     pub wrong: Vec<Wrong>,
-    pub covered: u64,
+    pub covered: u128,
     history: Option<String>,
     /// Nothing goes wrong any more.
     calm: bool,
@@ -440,6 +454,8 @@ pub struct Seen {
     pub crashed: bool,
     /// When it was made, by the count of what happens.
     pub begun: u64,
+    /// Whether its caller calls, and polls what it called only later.
+    pub calls_first: bool,
     /// When its caller was told that it is done.
     pub acknowledged: Option<u64>,
     pub reports: Reports,
@@ -466,12 +482,12 @@ pub(crate) use note;
 impl World {
     pub fn new(seed: u64, lies: Lies, sort: Sort, record: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, lies, sort);
+        let plan = Plan::new(&mut rng, lies, sort, Late::drawn(seed, lies));
         let state = State {
             rng: rng.fork(),
             applied: Vec::new(),
             arrived: Vec::new(),
-            handed: BTreeMap::new(),
+            handed: Vec::new(),
             now: 0,
             calls: BTreeMap::new(),
             tokens: BTreeMap::new(),
@@ -777,24 +793,22 @@ impl World {
         }
     }
 
-    /// No write that was acknowledged is overwritten by a replay of one that had arrived before it was made.
+    /// No write is overwritten by a replay: none that touches it was handed over between the first attempt and the replay,
+    /// whenever it was called. That is all that is promised, so that it is all that is asked, whatever came of the write.
     pub fn find_overwritten(&self) {
         if self.plan().independent && !self.plan().lies.independent {
             return;
         }
         let mut found = Vec::new();
         let state = self.lock();
-        for (token, calls) in &state.calls {
+        for (token, _) in state.calls.iter().filter(|(_, calls)| calls.is_write && !calls.again) {
             let mut arrived = state.arrived.iter().filter(|arrived| arrived.token == *token);
             let (Some(first), Some(replay)) = (arrived.next(), arrived.next()) else { continue };
-            for (other, seen) in &state.calls {
-                let over = seen.is_write
-                    && calls.is_write
-                    && !calls.again
+            for (other, _) in state.calls.iter().filter(|(_, seen)| seen.is_write) {
+                if other != token
                     && self.touch(*token, *other)
-                    && seen.begun > first.handed
-                    && seen.acknowledged.is_some_and(|at| at < replay.queued);
-                if over {
+                    && state.was_handed_over(*other, first.handed, replay.queued)
+                {
                     found.push(Wrong::Overwritten { by: *token, write: *other });
                 }
             }
@@ -823,10 +837,13 @@ impl World {
             }
         }
         if self.plan().keys && !self.plan().lies.wrong_key && self.key(token).is_some() && first {
+            // Nor does one go that was called before and waits; but what was called on a connection is with that one,
+            // also if it sends only what is polled. One that is handed over again may be a replay.
+            let went = state.went(token).filter(|_| !seen.calls_first).unwrap_or(seen.begun);
             for (other, held) in &state.calls {
                 if *other != token
                     && self.key(*other) == self.key(token)
-                    && held.in_doubt.is_some_and(|at| at < seen.begun)
+                    && held.in_doubt.is_some_and(|at| at < went)
                 {
                     found.push(Wrong::KeyInDoubt { write: token, held: *other });
                 }
@@ -860,6 +877,22 @@ impl Wake for Woken {
 }
 
 impl State {
+    /// Whether that write was handed over after the one and before the other; where hand-overs are not seen, whether it
+    /// certainly was.
+    fn was_handed_over(&self, token: u32, after: u64, before: u64) -> bool {
+        if self.handed.is_empty() {
+            let mut arrived = self.arrived.iter().filter(|arrived| arrived.token == token);
+            return arrived.any(|arrived| arrived.queued > after && arrived.handed < before);
+        }
+        self.handed.iter().any(|(handed, at)| *handed == token && (after + 1..before).contains(at))
+    }
+
+    /// When a write that was handed over once was: it did not go before that.
+    fn went(&self, token: u32) -> Option<u64> {
+        let mut handed = self.handed.iter().filter(|(handed, _)| *handed == token);
+        handed.next().filter(|_| handed.next().is_none()).map(|(_, at)| *at)
+    }
+
     pub fn tick(&mut self) -> u64 {
         self.now += 1;
         self.now
@@ -1023,11 +1056,17 @@ impl Process {
         poll_fn(|cx| self.poll_life(|life| life == Life::Gone(true), cx)).await;
     }
 
-    /// A call is handed to the connection.
+    /// A write is handed to the connection.
     pub fn handed(&self, token: u32) {
         let mut state = self.world.lock();
-        let order = state.tick();
-        state.handed.insert(token, order);
+        let state = &mut *state;
+        let at = state.tick();
+        let begun = state.calls.get(&token).map_or(at, |seen| seen.begun);
+        let done = |seen: &Seen| seen.is_write && seen.begun > begun && seen.acknowledged.is_some();
+        if state.handed.iter().all(|(handed, _)| *handed != token) && state.calls.values().any(done) {
+            state.covered |= 1 << Branch::WentLater as u64;
+        }
+        state.handed.push((token, at));
     }
 
     /// A message of that call has arrived to its last byte; whether it is the first of it. `queued` says since when
@@ -1040,8 +1079,8 @@ impl Process {
 
     fn arrives_unjudged(&self, token: u32, queued: Option<u64>) -> bool {
         let mut state = self.world.lock();
-        let (handed, queued) = match state.handed.get(&token) {
-            Some(handed) => (*handed, *handed),
+        let (handed, queued) = match state.handed.iter().rfind(|(handed, _)| *handed == token) {
+            Some((_, handed)) => (*handed, *handed),
             None => {
                 let now = state.tick();
                 (now, queued.unwrap_or(now))
@@ -1264,5 +1303,8 @@ branches! {
     RetrySuppressed: "the budget suppressed a retry",
     CrashLoop: "too many connections in a row closed without an answer",
     OtherWriteSince: "a replay was refused because of another write",
+    Overtaken: "a replay was not sent because of another write that went ahead while it waited",
+    WentLater: "a write went to a connection when one that was called later was done",
+    KeyRefusedLater: "a write that had waited did not go because its key was in doubt",
     DeadlinePassed: "a deadline passed",
 }

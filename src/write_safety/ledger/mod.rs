@@ -58,7 +58,10 @@
 //!         .keep_arguments(|request: &Request| Some(request.raw_params()?.get().to_owned()));
 //!     let stack = Stack::builder(server).writes(writes).build()?;
 //!     for entry in &entries {
-//!         let Some(arguments) = &entry.arguments else { continue }; // for a person
+//!         let Some(arguments) = &entry.arguments else {
+//!             eprintln!("{}: for a person", entry.id); // nothing was kept, or the call had no parameters
+//!             continue;
+//!         };
 //!         let params: serde_json::Value = serde_json::from_str(arguments)?;
 //!         let request = Request::new(entry.method.clone(), params)?;
 //!         match Resolve::new(&ledger, entry, request).run(check, &stack).await?.state {
