@@ -589,6 +589,10 @@ async fn a_server_that_prints_something_else_than_an_answer_is_named_when_the_ti
     assert!(error.to_string().contains(text) && !error.to_string().contains("hunter2"), "{error}");
     assert_eq!(error.outcome(), Outcome::NotDone);
     client.shutdown(Duration::ZERO).await;
+    // One that answers all the same is understood, and what it prints is counted.
+    let mut connector = lab.connector("echo Welcome; echo; echo '{'");
+    let connection = tower::Service::call(&mut connector, ()).await.unwrap();
+    assert_eq!(connection.ignored(), 2);
 }
 
 #[tokio::test]
