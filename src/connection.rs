@@ -6,10 +6,13 @@ use std::{
     future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use crate::{Basis, CallError, Effect, event::Peer, write_safety::ledger::Registrar};
+use crate::{Basis, CallError, Effect, event::Peer, mcp::ToolRules, write_safety::ledger::Registrar};
 
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -66,6 +69,16 @@ pub(crate) fn classifier_of<M: 'static, Req: 'static>(connector: &M) -> Option<C
     (&rules as &dyn Any).downcast_ref::<Classifier<Req>>().cloned()
 }
 
+/// What the caller says of the server's tools, where the connector is one of this crate.
+pub(crate) fn tool_rules_of<M: 'static>(connector: &M) -> Option<&ToolRules> {
+    let connector = connector as &dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return Some(connector.rules());
+    }
+    Some(connector.downcast_ref::<crate::mcp::Stdio>()?.rules())
+}
+
 /// Waits, within bounds, until the process that a connector started last is gone.
 pub(crate) type Reaper = Arc<dyn Fn() -> BoxFuture<()> + Send + Sync>;
 
@@ -78,6 +91,82 @@ pub(crate) fn reaper_of<M: 'static>(connector: &M) -> Option<Reaper> {
     }
     let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::reaper);
     child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.reaper()))
+}
+
+/// What a connector of this crate knows of the connect that is under way.
+pub(crate) fn under_way_of<M: 'static>(connector: &M) -> Option<UnderWay> {
+    let connector = connector as &dyn Any;
+    #[cfg(feature = "rmcp")]
+    if let Some(connector) = connector.downcast_ref::<crate::sdk::Connector>() {
+        return Some(connector.under_way());
+    }
+    let child = connector.downcast_ref::<crate::stdio::Child>().map(crate::stdio::Child::under_way);
+    child.or_else(|| Some(connector.downcast_ref::<crate::mcp::Stdio>()?.under_way()))
+}
+
+/// What a connector knows of its connect that is under way, for the errors of those whom it takes too long.
+#[derive(Clone, Default)]
+pub(crate) struct UnderWay(Arc<Mutex<Option<Begun>>>);
+
+struct Begun {
+    /// Whether a process was started for it.
+    started: bool,
+    /// What the server was asked last.
+    asked: Option<&'static str>,
+    /// How many of its lines were no JSON-RPC messages.
+    unread: Arc<AtomicU64>,
+}
+
+impl UnderWay {
+    /// The transport is open, and the handshake begins; until what this returns is dropped.
+    pub(crate) fn begin(&self, started: bool, unread: Arc<AtomicU64>) -> impl Drop + Send + use<> {
+        *self.lock() = Some(Begun { started, asked: None, unread });
+        EndOnDrop(self.clone())
+    }
+
+    /// The server is asked that.
+    pub(crate) fn asks(&self, method: &'static str) {
+        if let Some(begun) = &mut *self.lock() {
+            begun.asked = Some(method);
+        }
+    }
+
+    /// What there is to say, without anything that the server wrote.
+    pub(crate) fn so_far(&self) -> Option<String> {
+        let begun = self.lock();
+        let begun = begun.as_ref()?;
+        let who = if begun.started { "the server was started and" } else { "the server" };
+        let mut text = match begun.asked {
+            Some(method) => format!("{who} has not answered `{method}`"),
+            None => format!("{who} has not ended the handshake"),
+        };
+        let lines = match begun.unread.load(Ordering::Relaxed) {
+            0 => return Some(text),
+            1 => "1 line of its output was no JSON-RPC message".to_owned(),
+            n => format!("{n} lines of its output were no JSON-RPC messages"),
+        };
+        text.push_str(&format!("; {lines} (its standard output must carry nothing else)"));
+        Some(text)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Begun>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct EndOnDrop(UnderWay);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        *self.0.lock() = None;
+    }
+}
+
+/// What a connector of this crate tells beside its connections.
+#[derive(Default)]
+pub(crate) struct Hooks {
+    pub(crate) reaper: Option<Reaper>,
+    pub(crate) under_way: Option<UnderWay>,
 }
 
 /// Has a connector of this crate enter each process that it starts; `false` if it is none.

@@ -7,7 +7,7 @@ use std::{
     error::Error as StdError,
     fmt,
     future::Future,
-    io,
+    io, iter,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::{Pin, pin},
     process::ExitStatus,
@@ -51,7 +51,8 @@ pub enum Outcome {
 /// Its text begins with what is known ("outcome UNKNOWN: …", "DONE, result lost: …", "no answer: …", "not
 /// done: …", "answered: …"), because people and models act on it. Of a server's own error the message is in
 /// it, of an [`io::Error`] what the operating system says. Texts of other foreign errors are not, since they
-/// may hold secrets; they are in [`source`](StdError::source).
+/// may hold secrets; they are in [`source`](StdError::source). Of an unknown call of which nobody had said what it
+/// does ([`Basis::Default`]) it says that too: a read that somebody forgot to declare looks like that.
 ///
 /// A service that is not of this crate makes its errors known by tower's `map_err` and one of the
 /// constructors; what none of them classified is [`CallError::ambiguous`].
@@ -106,6 +107,8 @@ struct Inner {
     closure: Option<Closure>,
     /// What several calls have lost together, on a connection that lives on.
     loss: Option<Closure>,
+    /// Whether the server has taken back the word by which the call was taken for a read.
+    misjudged: bool,
     /// The request, where nothing of it was sent. Behind a lock for `Sync` alone.
     request: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -270,6 +273,14 @@ impl CallError {
         self.effect().is_write() || matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
     }
 
+    /// Whether it was taken for a write since a layer had asked, and nobody had said what it is.
+    fn is_write_by_default(&self) -> bool {
+        self.0.basis == Some(Basis::Default)
+            && self.effect().is_write()
+            && !self.0.misjudged
+            && !matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
+    }
+
     /// Whether the server answered and nobody knows what.
     fn is_unread(&self) -> bool {
         matches!(self.0.cause, Cause::AnswerTooLarge { .. } | Cause::AnswerUnread)
@@ -330,12 +341,16 @@ impl CallError {
     }
 
     /// The foreign error, by reference: the one that was given, or the connector's where no connection could
-    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError).
+    /// be made, such as an [`mcp::HandshakeError`](crate::mcp::HandshakeError), or one of that one's sources.
     pub fn get_ref<E: StdError + 'static>(&self) -> Option<&E> {
         match (self.0.source.as_deref(), &self.0.cause) {
             (Some(source), _) => source.downcast_ref(),
             (None, Cause::ConnectFailed(error)) => match &**error {
-                ConnectError::Connector(error) => error.downcast_ref(),
+                ConnectError::Connector(error) => {
+                    let first: &(dyn StdError + 'static) = &**error;
+                    iter::successors(Some(first), |&error| error.source())
+                        .find_map(|error| error.downcast_ref())
+                }
                 _ => None,
             },
             (None, _) => None,
@@ -413,6 +428,7 @@ impl CallError {
             source: None,
             closure: None,
             loss: None,
+            misjudged: false,
             request: Mutex::new(None),
         }))
     }
@@ -549,6 +565,7 @@ impl CallError {
         facts.0.retry_after = self.0.retry_after;
         facts.0.notes = self.0.notes.clone();
         facts.0.closure = self.0.closure.clone();
+        facts.0.misjudged = self.0.misjudged;
         facts
     }
 
@@ -643,6 +660,7 @@ impl CallError {
     /// Takes back what the call was taken for: it may have been any write.
     pub(crate) fn misjudge(&mut self) {
         (self.0.effect, self.0.basis) = (Some(Effect::Write), Some(Basis::Default));
+        self.0.misjudged = true;
     }
 
     /// Says who judged the call, if no layer further down has.
@@ -746,6 +764,9 @@ impl fmt::Display for CallError {
             Outcome::Answered => "answered: ",
         })?;
         Happened(self).fmt(f)?;
+        if outcome == Outcome::Unknown && self.is_write_by_default() {
+            f.write_str("; taken for a write: nobody said that it only reads (`read_only`)")?;
+        }
         match outcome {
             Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
             Outcome::NoAnswer => f.write_str(" (read-only, safe to repeat)"),
@@ -1248,6 +1269,29 @@ mod tests {
         let data = ServerError::new(1, "no").with_data(serde_json::json!({ "echo": "token=hunter2" }));
         let answer = write(CallError::server(data));
         assert!(!format!("{connect:?}{answer:?}{answer}").contains("token"));
+    }
+
+    #[test]
+    fn an_unknown_call_that_nobody_said_to_be_a_read_or_a_write_says_so() {
+        let error = || CallError::ambiguous("reset");
+        let note =
+            "; taken for a write: nobody said that it only reads (`read_only`); the write may have been";
+        let default = write(error()).judged_by(Basis::Default);
+        assert!(default.to_string().contains(note), "{default}");
+        for basis in [Basis::Caller, Basis::Protocol, Basis::TrustedAnnotation] {
+            let judged = write(error()).judged_by(basis);
+            assert!(!judged.to_string().contains("taken for"), "{judged}");
+        }
+        // Nobody was asked; or it was harmless; or its outcome is known; or the server had said that it reads.
+        assert!(!write(error()).to_string().contains("taken for"));
+        let read = error().of_call("list", Effect::ReadOnly).judged_by(Basis::Default).with_attempt(None);
+        let unsent = write(CallError::not_sent("refused")).judged_by(Basis::Default);
+        let mut taken_back = write(error()).judged_by(Basis::TrustedAnnotation);
+        taken_back.misjudge();
+        assert_eq!((taken_back.outcome(), taken_back.basis()), (Outcome::Unknown, Basis::Default));
+        for error in [read, unsent, taken_back] {
+            assert!(!error.to_string().contains("taken for"), "{error}");
+        }
     }
 
     #[test]

@@ -27,7 +27,7 @@ use crate::{
     WriteSafetyLayer,
     call::{effect_of, replica},
     census::{AnySeat, Census, Seat, drain},
-    connection::{Classifier, classifier_of, register_with, validate},
+    connection::{Classifier, classifier_of, register_with, tool_rules_of, validate},
     deadline,
     event::{Event, Events},
     write_safety::{self, ledger::AnyLedger},
@@ -713,6 +713,10 @@ where
     pub fn build(self) -> Result<Stack<M, Req, Res>, ConfigError> {
         let Self { mut connector, deadline, writes, retry, reconnect, classify, events, wrong, .. } = self;
         let writes = writes.unwrap_or_else(WriteSafetyLayer::refuse);
+        let rules = tool_rules_of(&connector).filter(|_| classify.is_none());
+        if let Some(wrong) = writes.wrong_check(rules) {
+            return Err(ConfigError(wrong));
+        }
         let checks = [wrong.map_or(Ok(()), Err), writes.check(), retry.check(), reconnect.check()];
         for check in checks {
             check.map_err(|what| ConfigError(what.to_owned()))?;

@@ -89,13 +89,8 @@ async fn zero_and_past_deadlines_do_not_call_the_inner_service() {
     advance(SECOND).await;
     let past = Deadline::At(Instant::now() - SECOND / 2);
     let now = Deadline::At(Instant::now());
-    for (default, call) in [
-        (Duration::ZERO, write()),
-        (SECOND, write().within(Duration::ZERO)),
-        (SECOND, write().deadline(past)),
-        (SECOND, write().deadline(now)),
-    ] {
-        let (mut service, mut handle) = new_service(DeadlineLayer::new(default));
+    for call in [write().within(Duration::ZERO), write().deadline(past), write().deadline(now)] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(SECOND));
         assert_ready_ok!(service.poll_ready::<Req>());
         let error = assert_ready_err!(task::spawn(service.call(call)).poll());
         assert!(matches!(error.cause(), Cause::Deadline));
@@ -103,6 +98,28 @@ async fn zero_and_past_deadlines_do_not_call_the_inner_service() {
         assert_eq!((error.method(), error.attempts().len()), ("call", 0));
         assert!(handle.poll_request().is_pending());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_default_of_zero_is_a_wrong_configuration_for_every_call_that_would_have_it() {
+    for call in [write(), read(), read().idle(SECOND), write().pause_while_asking()] {
+        let (mut service, mut handle) = new_service(DeadlineLayer::new(Duration::ZERO));
+        assert_ready_ok!(service.poll_ready::<Req>());
+        let error = assert_ready_err!(task::spawn(service.call(call)).poll());
+        let text = "not done: call: wrong configuration: DeadlineLayer: the default must not be zero";
+        assert_eq!(error.to_string(), text);
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::Config(_))));
+        assert_eq!((error.outcome(), error.attempts().len()), (Outcome::NotDone, 0));
+        assert!(handle.poll_request().is_pending());
+    }
+    // It shortens the default of an outer layer, and no deadline of the call's own.
+    let layers = |call| {
+        let inner = DeadlineLayer::new(Duration::ZERO)
+            .layer(service_fn(|_: Req| std::future::ready(Ok::<_, CallError>(1))));
+        DeadlineLayer::new(SECOND).layer(inner).oneshot(call)
+    };
+    assert!(matches!(layers(read()).await.unwrap_err().cause(), Cause::Refused(Refusal::Config(_))));
+    assert_eq!(layers(read().within(SECOND)).await.unwrap(), 1);
 }
 
 #[tokio::test(start_paused = true)]

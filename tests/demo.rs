@@ -50,6 +50,27 @@ fn the_reads_of_any_server_come_out_too() {
         "{text}"
     );
 
+    // One of the newer era.
+    let modern = r#"
+        while read -r line; do
+            id=${line#*'"id":'}; id=${id%%,*}
+            case $line in
+                *'"server/discover"'*) result='{"resultType":"complete","supportedVersions":["2026-07-28"],"capabilities":{}}' ;;
+                *'"tools/list"'*) result='{"resultType":"complete","tools":[{"name":"one","inputSchema":{"type":"object"}}]}' ;;
+                *) continue ;;
+            esac
+            printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$result"
+        done"#;
+    let (output, text) = run(&["sh", "-c", modern]);
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("protocol 2026-07-28") && text.contains("tools/list: 1 (one)"), "{text}");
+
+    // One that does not start: its words are printed where the user reads them.
+    let (output, _) = run(&["sh", "-c", "echo oops >&2; echo 'no config' >&2; exit 3"]);
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.ends_with("demo: its stderr: oops\ndemo: its stderr: no config\n"), "{stderr}");
+
     let (output, _) = run(&["goaround-no-such-program"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("goaround-no-such-program"));

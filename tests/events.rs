@@ -73,6 +73,33 @@ fn stack(
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_first_message_that_is_no_json_rpc_is_a_warning_without_its_text_and_the_next_ones_are_none() {
+    use tokio::io::AsyncWriteExt;
+
+    let log = Log::default();
+    let sink = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_ansi(false)
+        .without_time()
+        .with_writer(move || sink.clone())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let (ours, mut theirs) = tokio::io::duplex(1 << 16);
+    let client = jsonrpc::Client::new(ours);
+    theirs
+        .write_all(b"{\"jsonrpc\":\"2.0\",\"id\":7,\"result\":1}\ntoken=hunter2\n{ hunter2\n")
+        .await
+        .unwrap();
+    while client.ignored() < 3 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let lines = log.lines();
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(lines[0].contains(" WARN goaround: ") && lines[0].contains("is not all JSON-RPC"), "{lines:#?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn every_event_goes_to_tracing_too_and_no_argument_or_result_is_in_one() {
     let log = Log::default();
     let sink = log.clone();

@@ -1332,6 +1332,24 @@ async fn arguments_are_in_the_ledger_only_if_the_caller_keeps_them() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_entry_in_a_log_shows_neither_its_arguments_nor_its_key() {
+    let lab = Lab::new();
+    lab.write(fail(closed()));
+    let ledger = MemoryLedger::new();
+    let layer = WriteSafetyLayer::refuse().ledger(ledger.clone());
+    let layer = layer.keep_arguments(|_: &Req| Some("token=hunter2".into()));
+    let layer = layer.conflict_key(|request: &Req| Some(format!("secret {}", **request)));
+    service(&lab, layer).oneshot(to("a")).await.unwrap_err();
+    let entry = &ledger.in_doubt().await.unwrap()[0];
+    let log = format!("{entry:?}");
+    assert!(log.contains("key: Some(8 bytes), arguments: Some(13 bytes)"), "{log}");
+    assert!(!log.contains("hunter2") && !log.contains("secret"), "{log}");
+    // What is stored has them.
+    let stored = serde_json::to_string(entry).unwrap();
+    assert!(stored.contains("token=hunter2") && stored.contains("secret a"), "{stored}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_doubt_that_the_ledger_could_not_record_keeps_its_key_all_the_same() {
     let lab = Lab::new();
     lab.write(fail(closed())).write(answer(2));

@@ -152,9 +152,15 @@ async fn the_era_can_be_pinned() {
     stack(log.server("").era(Era::Initialize)).send(list()).await.unwrap();
     assert!(!log.lines("tools/list", 1).await.contains(&"server/discover".to_owned()));
     let error = handshake_error(server("").era(Era::Discover)).await;
-    assert_eq!(error.to_string(), "the server refused `server/discover` (code -32601)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)"
+    );
     let error = handshake_error(server(MODERN).era(Era::Initialize)).await;
-    assert_eq!(error.to_string(), "the server refused `initialize` (code -32022)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `initialize` (code -32022; its message is in the `HandshakeError`)"
+    );
 }
 
 #[tokio::test]
@@ -276,7 +282,10 @@ async fn a_server_whose_shell_is_killed_lands_its_write_once() {
 #[tokio::test]
 async fn a_handshake_that_is_answered_with_an_error_is_one_and_does_not_latch() {
     let error = handshake_error(server("initialize() { refuse -32602; }")).await;
-    assert_eq!(error.to_string(), "the server refused `initialize` (code -32602)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `initialize` (code -32602; its message is in the `HandshakeError`)"
+    );
     let error = handshake_error(server(r#"initialize() { answer '"x"'; }"#)).await;
     assert_eq!(
         error.to_string(),

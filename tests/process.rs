@@ -557,6 +557,10 @@ async fn a_handshake_of_a_child_that_never_answers_ends_at_the_connect_timeout()
     let error = stack.send(Request::new("pay", ()).unwrap()).await.unwrap_err();
     assert!(matches!(error.cause(), Cause::ConnectFailed(_)), "{error}");
     assert_eq!(error.outcome(), Outcome::NotDone);
+    assert!(
+        error.to_string().ends_with("; the server was started and has not ended the handshake"),
+        "{error}"
+    );
     assert!(start.elapsed() < DEADLINE / 2, "{:?}", start.elapsed());
 }
 
@@ -584,7 +588,10 @@ async fn a_call_that_waits_for_a_handshake_in_vain_is_told_that_there_is_no_conn
     let stack = Stack::builder(mcp::stdio(command("cat >/dev/null", ""))).build().unwrap();
     let list = Request::new("tools/list", ()).unwrap().within(Duration::from_millis(50));
     let error = stack.send(list).await.unwrap_err();
-    assert_eq!(error.to_string(), "not done: tools/list: the deadline passed; no connection yet");
+    let text = error.to_string();
+    let rest = text.strip_prefix("not done: tools/list: the deadline passed; no connection yet").unwrap();
+    // On a busy machine it is not started yet.
+    assert!(matches!(rest, "" | "; the server was started and has not answered `server/discover`"), "{text}");
     stack.shutdown(Duration::ZERO).await;
 }
 

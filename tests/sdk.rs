@@ -567,13 +567,32 @@ async fn a_server_that_does_not_get_through_its_handshake_says_why_and_the_call_
     // Whether its end or the broken pipe is seen first.
     let text = error.to_string();
     assert!(text.contains("cannot connect: the handshake failed: the "), "{text}");
-    assert!(text.contains(" (the server's stderr is in the `InitializeError`)"), "{text}");
+    assert!(text.ends_with(" (exit status: 3; its stderr is in the `InitializeError`)"), "{text}");
+    assert_eq!(why.exit().and_then(|status| status.code()), Some(3));
     assert!(!text.contains("no config"), "{text}");
 
     let lab = Lab::new();
     let client = lab.client("initialize() { refuse -32602; }");
     let error = call(&client, "w_ok").await.unwrap_err();
-    assert!(error.to_string().ends_with("the handshake failed: the server answered with the error -32602"));
+    let text = "the handshake failed: the server answered with the error -32602 (its message is in the `InitializeError`)";
+    assert!(error.to_string().ends_with(text), "{error}");
+}
+
+#[tokio::test]
+async fn a_server_that_prints_something_else_than_an_answer_is_named_when_the_time_is_up() {
+    let lab = Lab::new();
+    let connector = lab.connector("echo Welcome; echo token=hunter2; exec sleep 60");
+    let client = Stack::builder(connector).deadline(Duration::from_secs(3)).build().unwrap();
+    let error = call(&client, "w_ok").await.unwrap_err();
+    let text = "no connection yet; the server was started and has not answered `initialize`; 2 lines of its output were no \
+                JSON-RPC messages (its standard output must carry nothing else)";
+    assert!(error.to_string().contains(text) && !error.to_string().contains("hunter2"), "{error}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    client.shutdown(Duration::ZERO).await;
+    // One that answers all the same is understood, and what it prints is counted.
+    let mut connector = lab.connector("echo Welcome; echo; echo '{'");
+    let connection = tower::Service::call(&mut connector, ()).await.unwrap();
+    assert_eq!(connection.ignored(), 2);
 }
 
 #[tokio::test]

@@ -1554,6 +1554,115 @@ async fn credentials_are_refreshed_once_for_all_who_wait_and_reads_are_replayed(
     assert_eq!((server.effects(), server.sessions()), (vec!["y".to_owned()], 1));
 }
 
+// ===== What has no connection =====
+
+/// The address of a port that nobody listens to.
+async fn nobody() -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    format!("http://{}/mcp?key=hunter2", listener.local_addr().unwrap())
+}
+
+#[tokio::test]
+async fn a_handshake_over_http_that_fails_says_by_what() {
+    use HttpErrorKind as Kind;
+    let http = |status: &str| Reply::http(status, &[], "hunter2");
+    let nobody = nobody().await;
+    let nowhere = format!("http://{}/mcp?key=hunter2", "a".repeat(64));
+    let refused = "cannot connect to the server: connection refused";
+    let mut rows = vec![
+        (Some(nobody), None, Kind::Connect, None, refused),
+        (
+            Some(nowhere),
+            None,
+            Kind::Connect,
+            None,
+            "cannot connect to the server: its host's name cannot be resolved",
+        ),
+    ];
+    let failed = "the server answered with an error status (HTTP 404)";
+    rows.push((None, Some((On::Post, http("404 Not Found"))), Kind::Status, Some(404), failed));
+    let denied = "the credentials were refused (HTTP 401)";
+    rows.push((None, Some((On::Post, http("401 Unauthorized"))), Kind::Unauthorized, Some(401), denied));
+    let away = "the server redirects; use the address that it names (HTTP 307)";
+    rows.push((None, Some((On::Post, http("307 Temporary Redirect"))), Kind::Redirect, Some(307), away));
+    let other = "the response is neither JSON nor a stream of events";
+    rows.push((None, Some((On::Post, http("200 OK"))), Kind::ContentType, None, other));
+    let broken = "the connection broke before a response came";
+    rows.push((None, Some((On::Post, Reply::new().close())), Kind::NoResponse, None, broken));
+    let second = On::Method("notifications/initialized");
+    let failed = "the server answered with an error status (HTTP 500)";
+    rows.push((None, Some((second, http("500 Internal Server Error"))), Kind::Status, Some(500), failed));
+    for (url, reply, kind, status, text) in rows {
+        let server = Server::start().await;
+        if let Some((on, reply)) = reply {
+            server.always(on, reply);
+        }
+        let url = url.unwrap_or_else(|| server.url());
+        for foreign in [false, true] {
+            let of_url = url.clone();
+            let connector = match foreign {
+                false => Connector::http((), url.as_str()),
+                true if kind != Kind::Connect => continue,
+                true => Connector::new((), move || {
+                    let config = StreamableHttpClientTransportConfig::with_uri(of_url.as_str());
+                    Ok(StreamableHttpClientTransport::with_client(reqwest::Client::new(), config))
+                }),
+            };
+            let client = builder(connector).deadline(BOUND).retry(RetryReadOnly.attempts(1)).build().unwrap();
+            let error = bounded("a call", client.send(lines())).await.unwrap_err();
+            let said = error.to_string();
+            assert_eq!(error.outcome(), Outcome::NotDone, "{error:?}");
+            let http = error.get_ref::<HttpError>().unwrap_or_else(|| panic!("{error}"));
+            assert_eq!((http.kind(), http.status()), (kind, status), "{said}");
+            let begin = "not done: tools/call: cannot connect: the handshake failed: ";
+            // Who resolves names for a client of the caller's nobody knows.
+            let text =
+                if foreign && !text.contains("refused") { "cannot connect to the server" } else { text };
+            assert_eq!(said, format!("{begin}{text}"));
+            // The chain goes on to the SDK's error.
+            let of_sdk = error.get_ref::<rmcp::service::ClientInitializeError>();
+            assert!(of_sdk.is_some() && !said.contains("hunter2"), "{said}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_finds_the_server_gone_says_that_no_connection_was_made() {
+    let server = Server::start().await;
+    let client = builder(http(&server)).deadline(ms(3_000)).retry(RetryReadOnly.attempts(1)).build().unwrap();
+    connected(&server, &client).await;
+    server.stop();
+    let error = bounded("a call", client.send(lines())).await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::NotDone, "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("cannot connect to the server: connection refused"), "{text}");
+}
+
+/// This build of the tests has no TLS.
+#[test]
+fn an_https_address_without_tls_is_an_error_of_build_that_names_the_features() {
+    for url in ["https://example.org/mcp", "HTTPS://10.0.0.1:8443/"] {
+        let error = builder(Connector::http((), url)).build().unwrap_err().to_string();
+        assert!(
+            error.starts_with("wrong configuration: cannot connect to the server: this build has no TLS"),
+            "{error}"
+        );
+        assert!(error.contains("`reqwest`") && error.contains("`reqwest-native-tls`"), "{error}");
+    }
+    // Of a client of the caller's nobody knows before it is asked.
+    let own = Http::new("https://example.org/mcp").client(reqwest::Client::new());
+    builder(Connector::http((), own)).build().unwrap();
+}
+
+#[tokio::test]
+async fn a_client_of_the_callers_without_tls_is_named_when_it_is_asked() {
+    let own = Http::new("https://127.0.0.1:1/mcp").client(reqwest::Client::new());
+    let client = builder(Connector::http((), own)).retry(RetryReadOnly.attempts(1)).build().unwrap();
+    let error = bounded("a call", client.send(lines())).await.unwrap_err();
+    assert_eq!(error.get_ref::<HttpError>().unwrap().kind(), HttpErrorKind::Connect);
+    assert!(error.to_string().contains("this build has no TLS"), "{error}");
+}
+
 // ===== What is restored =====
 
 /// What cannot be restored stays undone, and the connection works: over HTTP a refusal of one request says nothing of

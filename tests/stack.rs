@@ -516,6 +516,88 @@ fn a_wrong_value_is_an_error_of_build_that_names_it() {
     builder().deadline(SECOND).without_deadline().build().unwrap();
 }
 
+#[test]
+fn a_ready_made_check_that_cannot_work_is_an_error_of_build() {
+    use mcp::{ToolRules, checks};
+
+    type Layer = WriteSafetyLayer<jsonrpc::Request, jsonrpc::Response>;
+    let stdio = |rules: ToolRules| {
+        mcp::stdio(tokio::process::Command::new(std::env::current_exe().unwrap())).tools(rules)
+    };
+    let reads = || ToolRules::new().read_only(["find"]);
+    let built = |rules: ToolRules, layer: Layer| {
+        Stack::builder(stdio(rules)).writes(layer).build().map(drop).map_err(|error| error.to_string())
+    };
+    let read = || checks::read_back("add").by_tool("find");
+    let some = |list, element, written| read().some(list, element, written);
+    let resource = |uri| checks::read_back("add").by_resource(uri).same("/text", "/text");
+
+    // RFC 6901: a pointer is empty, or begins with `/`.
+    built(reads(), Layer::new(some("/notes", "", "/token"))).unwrap();
+    built(reads(), Layer::new(resource("note://{/id}/{+/path}"))).unwrap();
+    let odd = "no JSON pointer: it must begin with `/`";
+    for (check, named) in [
+        (some("structuredContent/notes", "/token", "/token"), "\"structuredContent/notes\""),
+        (some("/notes", "token", "/token"), "\"token\""),
+        (some("/notes", "/token", "token"), "\"token\""),
+        (read().every("notes", "", "/tokens"), "\"notes\""),
+        (read().same("found", "/text"), "\"found\""),
+        (read().same("/found", "text"), "\"text\""),
+        (read().line("{}", "text"), "\"text\""),
+        (read().argument("id", "/id").same("", "/text"), "\"id\""),
+        (read().argument("/id", "id").same("", "/text"), "\"id\""),
+        (read().constant("max", 1).same("", "/text"), "\"max\""),
+        (read().same("", "/text").absent_if_empty("notes"), "\"notes\""),
+        (resource("note://{id}"), "\"id\""),
+        (resource("note://{+path}"), "\"path\""),
+    ] {
+        let error = built(reads(), Layer::new(check)).unwrap_err();
+        assert!(error.starts_with("wrong configuration: "), "{error}");
+        assert!(error.contains(odd) && error.contains(named), "{named}: {error}");
+    }
+    for (check, named) in [
+        (read().argument("", "/id").same("", "/text"), "in the place of all arguments"),
+        (read().line("Message", "/text"), "has no place `{}` for the value"),
+        (resource("note://{/id"), "a brace that is not closed"),
+    ] {
+        let error = built(reads(), Layer::new(check)).unwrap_err();
+        assert!(error.contains(named), "{error}");
+    }
+    // One among several is enough.
+    let several = read().same("", "/text").or(checks::read_back("set").by_tool("find").same("a", "/a"));
+    assert!(built(reads(), Layer::new(several)).unwrap_err().contains("\"a\""));
+
+    // What it reads by must be known to read, where nobody but the connector's rules can say so.
+    let check = || Layer::new(read().same("", "/text"));
+    let undeclared = "ToolRules::read_only([\"find\"])";
+    for rules in [
+        ToolRules::new(),
+        ToolRules::new().idempotent(["find"]),
+        reads().write(["find"]),
+        ToolRules::new().trust_annotations_of(["get"]),
+        ToolRules::new().trust_annotations().write(["find"]),
+    ] {
+        let error = built(rules, check()).unwrap_err();
+        assert!(error.contains(undeclared), "{error}");
+    }
+    built(ToolRules::new().trust_annotations(), check()).unwrap();
+    built(ToolRules::new().trust_annotations_of(["find"]), check()).unwrap();
+    built(ToolRules::new(), check().classify(|_| None)).unwrap();
+    Stack::builder(stdio(ToolRules::new())).writes(check()).classify(|_| None).build().unwrap();
+}
+
+#[tokio::test]
+async fn without_a_stack_each_write_is_refused_whose_ready_made_check_cannot_work() {
+    let check = mcp::checks::read_back("add").by_tool("find").some("notes", "", "/token");
+    let answers =
+        service_fn(|_: jsonrpc::Request| ready(jsonrpc::Response::new(1).map_err(CallError::not_sent)));
+    let service = WriteSafetyLayer::new(check).layer(answers);
+    let write = jsonrpc::Request::tool("add", serde_json::json!({ "token": "t" }));
+    let error = service.oneshot(write).await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::Config(_))), "{error}");
+    assert!(error.to_string().contains("JSON pointer"), "{error}");
+}
+
 /// A child that answers each call with its process id.
 #[cfg(target_os = "linux")]
 fn tells_its_pid(then: &str) -> tokio::process::Command {

@@ -26,8 +26,9 @@ Without a command, flies twelve flights through a server of its own and prints w
 is 1 if a flight came out otherwise than it must, or a write landed twice, was lost, or is unknown and was not
 reported.
 
-With a command, starts that MCP server (stdio, protocol up to 2025-11-25), lists what it offers, kills it while
-a call is in flight, and lists again. Only reads are sent.
+With a command, starts that MCP server (stdio, any version of the protocol), lists what it offers, kills it while
+a call is in flight, and lists again. Only reads are sent. What a server that does not start writes to its
+standard error is printed.
 
   --json   print the counts as one JSON object in the last line
   --help   print this
@@ -61,6 +62,7 @@ fn main() -> std::process::ExitCode {
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("demo: {error}");
+            last_words(&*error).iter().for_each(|line| eprintln!("demo: its stderr: {line}"));
             ExitCode::FAILURE
         }
     }
@@ -69,6 +71,18 @@ fn main() -> std::process::ExitCode {
 #[cfg(unix)]
 fn run(flights: impl Future<Output = Result<bool, goaround::BoxError>>) -> Result<bool, goaround::BoxError> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(flights)
+}
+
+/// What a server wrote to its standard error that ended in its handshake. Errors do not show it, since it may hold
+/// secrets; but this is the user's own command, at his own terminal.
+#[cfg(unix)]
+fn last_words<'a>(error: &'a (dyn std::error::Error + Send + Sync + 'static)) -> &'a [String] {
+    use goaround::{CallError, mcp::HandshakeError};
+
+    match error.downcast_ref::<CallError>().and_then(CallError::get_ref) {
+        Some(HandshakeError::Closed { stderr, .. }) => stderr,
+        _ => &[],
+    }
 }
 
 #[cfg(unix)]

@@ -28,7 +28,8 @@ pub(super) struct Default(Option<Duration>);
 
 impl DeadlineLayer {
     /// Gives `default` to each call that has no deadline of its own. Too large to be an instant, it counts as
-    /// [`Deadline::Never`]; zero refuses each such call.
+    /// [`Deadline::Never`]. Zero is no limit for any call: each one that would have it is refused as not done, by
+    /// [`Refusal::Config`](crate::Refusal::Config).
     pub fn new(default: Duration) -> Self {
         Self { default: Default(Some(default)), events: Events::default() }
     }

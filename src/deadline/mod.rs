@@ -156,7 +156,7 @@ impl<S> DeadlineService<S> {
         let mut now = None;
         context.set_default_deadline(|| self.default.from(*now.insert(Instant::now())));
         match self.default.is_over_at_once() {
-            true => Err(CallError::deadline(Delivery::NotSent)),
+            true => Err(default_is_zero()),
             false => Ok(now),
         }
     }
@@ -177,6 +177,9 @@ impl<S> DeadlineService<S> {
         if own == Deadline::Inherit || by_default {
             context.set_default_deadline(|| deadline);
         }
+        if self.default.is_over_at_once() && (own == Deadline::Inherit || by_default) {
+            return Err(default_is_zero());
+        }
         if context.progress().is_some() {
             return settle_moving(context, now).map(|()| Some(now));
         }
@@ -185,6 +188,11 @@ impl<S> DeadlineService<S> {
             false => Ok(Some(now)),
         }
     }
+}
+
+#[cold]
+fn default_is_zero() -> CallError {
+    CallError::refused(Refusal::Config("DeadlineLayer: the default must not be zero"))
 }
 
 #[cold]

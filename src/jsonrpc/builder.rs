@@ -45,6 +45,8 @@ pub struct Builder {
     pub(super) upholds: Option<Upholds>,
     pub(super) process: Option<Process>,
     pub(super) dropped_answers: Option<Arc<AtomicU64>>,
+    pub(super) ignored: Option<Arc<AtomicU64>>,
+    pub(super) unread: Arc<AtomicU64>,
 }
 
 /// The process at the other end, as its connector knows it.
@@ -74,6 +76,8 @@ impl Default for Builder {
             upholds: None,
             process: None,
             dropped_answers: None,
+            ignored: None,
+            unread: Arc::default(),
         }
     }
 }
@@ -174,6 +178,18 @@ impl Builder {
     /// Where the answers to the peer's requests are counted that are lost with this connection.
     pub(crate) fn count_dropped_answers(mut self, count: Arc<AtomicU64>) -> Self {
         self.dropped_answers = Some(count);
+        self
+    }
+
+    /// Where the messages of the peer are counted that cannot be used, over all connections of a connector.
+    pub(crate) fn count_ignored(mut self, count: Arc<AtomicU64>) -> Self {
+        self.ignored = Some(count);
+        self
+    }
+
+    /// Where those among them are counted that are no JSON-RPC, on this connection.
+    pub(crate) fn count_unread(mut self, count: Arc<AtomicU64>) -> Self {
+        self.unread = count;
         self
     }
 

@@ -60,6 +60,10 @@ pub(super) struct Shared {
     closed: watch::Sender<Option<Closure>>,
     /// How many messages of the peer could not be used.
     pub(super) ignored: AtomicU64,
+    /// The same, over all connections of a connector.
+    pub(super) ignored_in_all: Option<Arc<AtomicU64>>,
+    /// How many of them were no JSON-RPC.
+    pub(super) unread: Arc<AtomicU64>,
     /// How many answers to the peer's requests were lost with the connection.
     pub(super) dropped_answers: AtomicU64,
     /// The same, over all connections of a connector.
@@ -424,6 +428,8 @@ impl Shared {
             is_closed: AtomicBool::new(false),
             closed: watch::Sender::new(None),
             ignored: AtomicU64::new(0),
+            ignored_in_all: builder.ignored.clone(),
+            unread: Arc::clone(&builder.unread),
             dropped_answers: AtomicU64::new(0),
             dropped_in_all: builder.dropped_answers.clone(),
             wrong,

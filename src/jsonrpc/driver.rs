@@ -578,7 +578,7 @@ impl Driver {
             Ok(Incoming::Notification { method, params }) => {
                 self.notification(Notification::new(method, params.map(RawValue::to_owned)));
             }
-            Err(odd) => self.ignore(&odd),
+            Err(odd) => self.ignore_odd(odd),
         }
     }
 
@@ -586,7 +586,7 @@ impl Driver {
         match piece {
             Piece::Line(line) if Batch::is_one(&line) => match Batch::new(line) {
                 Ok(batch) => self.incoming = Some(batch),
-                Err(odd) => self.ignore(&odd),
+                Err(odd) => self.ignore_odd(odd),
             },
             Piece::Line(line) => self.take_in(Incoming::of_line(&line)),
             Piece::TooLong => self.ignore(&"a line above the limit"),
@@ -675,9 +675,25 @@ impl Driver {
         progress
     }
 
+    /// The same of a message that is odd in itself. Of the first one that is no JSON-RPC more is said: whoever writes
+    /// to the output of a server that speaks over it must learn of it.
+    fn ignore_odd(&self, odd: Odd) {
+        if odd != Odd::ForeignId && self.shared.unread.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(
+                target: "goaround",
+                "what the peer writes is not all JSON-RPC, and the rest is ignored: a server's standard output must \
+                 carry nothing else"
+            );
+        }
+        self.ignore(&odd);
+    }
+
     /// Counts a message that is of no use. What it holds is the peer's and in no log.
     fn ignore(&self, what: &dyn fmt::Debug) {
         let count = self.shared.ignored.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(in_all) = &self.shared.ignored_in_all {
+            in_all.fetch_add(1, Ordering::Relaxed);
+        }
         tracing::debug!(target: "goaround", ?what, count, "a message of the peer was ignored");
     }
 

@@ -4,7 +4,7 @@ use std::{
     fmt,
     future::Future,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, atomic::AtomicU64},
     task::{Context, Poll, ready},
 };
 
@@ -102,14 +102,19 @@ pub(super) async fn connect(
     loop {
         let wires = Arc::new(Wires::default());
         let (inbox, words) = (Inbox { settings: settings.clone(), wires: wires.clone() }, wires.clone());
-        let dropped = memory.stats.count_of_dropped_answers();
+        let (dropped, ignored) = (memory.stats.count_of_dropped_answers(), memory.stats.count_of_ignored());
+        let unread = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&unread);
         let with = Box::new(|builder: Builder| {
             let builder = builder.handler(inbox).taken_back_by(taken_back);
-            builder.upheld_by(move |request| words.upholds(request)).count_dropped_answers(dropped)
+            let builder = builder.upheld_by(move |request| words.upholds(request));
+            builder.count_dropped_answers(dropped).count_ignored(ignored).count_unread(counted)
         });
         let opened = transport.open(with).await?;
-        let failure = match handshake::begin(opened.client(), &settings, plan).await {
+        let until_done = memory.under_way.begin(true, unread);
+        let failure = match handshake::begin(opened.client(), &settings, plan, &memory.under_way).await {
             Ok(agreed) => {
+                drop(until_done);
                 let session = Session::begin(agreed, opened.client(), settings, memory, wires).await?;
                 return Ok(Connection { client: opened.keep(), session });
             }

@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 use super::{Era, ProtocolVersion, envelope::Envelope, settings::Settings};
 use crate::{
     Call, CallError, Cause, Deadline, ServerError,
-    connection::Connection,
+    connection::{Connection, UnderWay},
     event::{Implementation, Peer},
     jsonrpc::{Client, Request, Response, ResponseFuture},
 };
@@ -33,7 +33,7 @@ const INITIALIZE: &str = "initialize";
 #[non_exhaustive]
 pub enum HandshakeError {
     /// The server answered with an error.
-    #[error("the server refused `{method}` (code {})", error.code)]
+    #[error("the server refused `{method}` (code {}; its message is in the `HandshakeError`)", error.code)]
     #[non_exhaustive]
     Refused {
         /// What it answered: `initialize`, or `server/discover` where the era is pinned.
@@ -167,9 +167,14 @@ impl From<HandshakeError> for Failure {
 }
 
 /// Begins the connection. Without a time limit: the connect as a whole has one.
-pub(super) async fn begin(client: &Client, settings: &Settings, plan: Plan) -> Result<Agreed, Failure> {
+pub(super) async fn begin(
+    client: &Client,
+    settings: &Settings,
+    plan: Plan,
+    under_way: &UnderWay,
+) -> Result<Agreed, Failure> {
     settings.validate()?;
-    let handshake = Beginning { client, settings };
+    let handshake = Beginning { client, settings, under_way };
     match plan {
         Plan::Probe => handshake.probe().await,
         Plan::Initialize { pinned: true } => Ok(handshake.initialize(settings.offer).await?),
@@ -205,6 +210,7 @@ enum Found {
 struct Beginning<'a> {
     client: &'a Client,
     settings: &'a Settings,
+    under_way: &'a UnderWay,
 }
 
 impl Beginning<'_> {
@@ -330,6 +336,7 @@ impl Beginning<'_> {
 
     fn discover(&self, version: ProtocolVersion) -> Result<ResponseFuture, HandshakeError> {
         let request = discover_request(self.settings, version, None).map_err(failed)?;
+        self.under_way.asks(DISCOVER);
         Ok(self.client.request(request.deadline(Deadline::Never)))
     }
 
@@ -379,6 +386,7 @@ impl Beginning<'_> {
             "clientInfo": self.settings.client,
         });
         let request = Request::new(INITIALIZE, params).map_err(failed)?.deadline(Deadline::Never);
+        self.under_way.asks(INITIALIZE);
         let answer = match self.client.request(request).await {
             Ok(answer) => answer,
             Err(error) => return Err(HandshakeError::of(INITIALIZE, error, self.client).await),

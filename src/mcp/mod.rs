@@ -41,6 +41,11 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! One that starts and does not answer ends the wait at the call's deadline or the connect timeout. The error says
+//! then what the server had been asked, and how many lines it has written to its standard output that are no JSON-RPC:
+//! a log, a banner or a shell's complaint there is the usual reason. They are ignored, for good or ill, and counted in
+//! [`Stats::ignored`]; the first one on each connection is a warning in the log, without its text.
 
 mod catalog;
 pub mod checks;
@@ -84,7 +89,7 @@ pub use self::{
 use self::{session::Memory, settings::Settings};
 use crate::{
     BoxError,
-    connection::{BoxFuture, Classifier},
+    connection::{BoxFuture, Classifier, UnderWay},
     event::Implementation,
     jsonrpc::{self, Handler, Request},
     stdio::{self, Child},
@@ -273,8 +278,16 @@ impl Stdio {
         if self.pipes.is_some() { Ok(()) } else { self.child.validate() }
     }
 
+    pub(crate) fn under_way(&self) -> UnderWay {
+        self.memory.under_way.clone()
+    }
+
     pub(crate) fn reaper(&self) -> crate::connection::Reaper {
         self.child.reaper()
+    }
+
+    pub(crate) fn rules(&self) -> &ToolRules {
+        &self.settings.tools
     }
 
     /// What each call may do.

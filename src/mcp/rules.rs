@@ -109,6 +109,14 @@ impl ToolRules {
         !matches!(self.trust, Trust::None)
     }
 
+    /// Whether that tool is a write whatever its server says.
+    pub(crate) fn are_known_to_say_write(&self, tool: &str) -> bool {
+        match self.by_name.get(tool) {
+            Some(effect) => effect.is_write(),
+            None => !self.trusts(tool),
+        }
+    }
+
     fn trusts(&self, tool: &str) -> bool {
         match &self.trust {
             Trust::None => false,

@@ -30,6 +30,7 @@ use super::{
 use crate::{
     Call, CallError, Closure, Deadline, ServerError,
     call::effect_of,
+    connection::UnderWay,
     jsonrpc::{
         Client, Handler, Notification, Request, Response, ResponseFuture, ServerRequest, WeakClient, own_id,
     },
@@ -65,6 +66,8 @@ pub(super) struct Memory {
     /// What the server says of its tools on the last connection that has listed them, for the classifier.
     tools: RwLock<Arc<Listed>>,
     pub(super) stats: Stats,
+    /// The connect that is under way.
+    pub(super) under_way: UnderWay,
 }
 
 #[derive(Default)]

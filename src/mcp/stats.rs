@@ -17,6 +17,7 @@ struct Counters {
     sessions: AtomicU64,
     not_restored: AtomicU64,
     dropped_answers: Arc<AtomicU64>,
+    ignored: Arc<AtomicU64>,
 }
 
 impl Stats {
@@ -37,6 +38,13 @@ impl Stats {
         self.0.dropped_answers.load(Ordering::Relaxed)
     }
 
+    /// How many messages of the server could not be used ([`Connection::ignored`](super::Connection::ignored)), those
+    /// of handshakes that failed included: of a server that prints something else to its standard output, each such
+    /// line.
+    pub fn ignored(&self) -> u64 {
+        self.0.ignored.load(Ordering::Relaxed)
+    }
+
     pub(super) fn session_begun(&self) {
         self.0.sessions.fetch_add(1, Ordering::Relaxed);
     }
@@ -48,6 +56,10 @@ impl Stats {
     pub(super) fn count_of_dropped_answers(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.0.dropped_answers)
     }
+
+    pub(super) fn count_of_ignored(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.0.ignored)
+    }
 }
 
 impl fmt::Debug for Stats {
@@ -56,6 +68,7 @@ impl fmt::Debug for Stats {
             .field("sessions", &self.sessions())
             .field("not_restored", &self.not_restored())
             .field("dropped_answers", &self.dropped_answers())
+            .field("ignored", &self.ignored())
             .finish()
     }
 }

@@ -308,7 +308,10 @@ async fn a_pinned_era_is_the_only_one() {
     let initialize = server.asked("initialize").await;
     server.refuse(&initialize, -32022, json!({ "supported": ["2026-07-28"] })).await;
     let error = failed(connecting).await;
-    assert_eq!(error.to_string(), "the server refused `initialize` (code -32022)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `initialize` (code -32022; its message is in the `HandshakeError`)"
+    );
 
     let mut lab = Lab::of(Era::Discover);
     let connecting = lab.connect();
@@ -318,7 +321,10 @@ async fn a_pinned_era_is_the_only_one() {
     sleep(Duration::from_secs(50)).await;
     server.refuse(&discover, -32601, Value::Null).await;
     let error = failed(connecting).await;
-    assert_eq!(error.to_string(), "the server refused `server/discover` (code -32601)");
+    assert_eq!(
+        error.to_string(),
+        "the server refused `server/discover` (code -32601; its message is in the `HandshakeError`)"
+    );
     assert!(lab.servers.try_recv().is_err());
 }
 
@@ -505,7 +511,7 @@ async fn what_is_no_handshake_is_an_error_that_says_so() {
         (json!({ "result": { "protocolVersion": "2026-07-28" } }), r#"speaks ["2026-07-28"]"#),
         (json!({ "result": {} }), "`initialize` is malformed"),
         (json!({ "result": [] }), "`initialize` is malformed"),
-        (refused, "the server refused `initialize` (code -32602)"),
+        (refused, "the server refused `initialize` (code -32602; its message is in the `HandshakeError`)"),
     ] {
         let mut lab = Lab::of(Era::Initialize);
         let connecting = lab.connect();
@@ -524,8 +530,16 @@ async fn what_is_no_handshake_is_an_error_that_says_so() {
 async fn nothing_that_a_server_says_in_the_handshake_is_in_the_text_of_a_calls_error() {
     let refused = json!({ "code": -32000, "message": "invalid key hunter2", "data": { "key": "hunter2" } });
     for (era, answer, text) in [
-        (Era::Initialize, json!({ "error": refused }), "the server refused `initialize` (code -32000)"),
-        (Era::Discover, json!({ "error": refused }), "the server refused `server/discover` (code -32000)"),
+        (
+            Era::Initialize,
+            json!({ "error": refused }),
+            "the server refused `initialize` (code -32000; its message is in the `HandshakeError`)",
+        ),
+        (
+            Era::Discover,
+            json!({ "error": refused }),
+            "the server refused `server/discover` (code -32000; its message is in the `HandshakeError`)",
+        ),
         (Era::Initialize, json!({ "result": { "protocolVersion": "hunter2" } }), r#"speaks ["?"]"#),
         (
             Era::Discover,
@@ -580,6 +594,56 @@ async fn a_banner_before_the_handshake_is_ignored() {
     server.0.write_all(b"Welcome!\n\n{ not json\n").await.unwrap();
     server.older("2025-11-25").await;
     assert_eq!(connecting.await.unwrap().unwrap().ignored(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_in_vain_for_a_handshake_is_told_how_far_it_came_and_what_the_server_printed_instead() {
+    /// Its error, where the server has printed that and answered as it does there.
+    async fn text(era: Era, says: &'static str, by_deadline: bool) -> (String, Stats) {
+        let connector = over(move |builder: Builder| {
+            let (ours, mut theirs) = tokio::io::duplex(1024);
+            let client = builder.connect(ours);
+            tokio::spawn(async move {
+                theirs.write_all(says.as_bytes()).await.unwrap();
+                sleep(Duration::from_secs(3600)).await;
+            });
+            async move { Ok::<_, BoxError>(client) }
+        });
+        let connector = connector.era(era);
+        let stats = connector.stats();
+        let (deadline, connect) = if by_deadline { (10, 60) } else { (60, 10) };
+        let stack: Stack<Stdio, Request, Response> = Stack::builder(connector)
+            .deadline(Duration::from_secs(deadline))
+            .retry(RetryReadOnly.attempts(1))
+            .reconnect(ReconnectLayer::once().connect_timeout(Duration::from_secs(connect)))
+            .build()
+            .unwrap();
+        let error = stack.send(request("tools/list", json!({}))).await.unwrap_err();
+        assert_eq!(error.outcome(), Outcome::NotDone);
+        (error.to_string(), stats)
+    }
+
+    let late = "not done: tools/list: the deadline passed; no connection yet; the server was started and has not answered";
+    let timed_out = "not done: tools/list: cannot connect: no connection within the connect timeout of 10s; the server was \
+                     started and has not answered";
+    let hint = "(its standard output must carry nothing else)";
+    for (by_deadline, begin) in [(true, late), (false, timed_out)] {
+        // A server that prints its log.
+        let says = "Welcome!\n\n{ not json\n{\"level\":\"info\"}\n";
+        let (error, stats) = text(Era::Auto, says, by_deadline).await;
+        let lines = "3 lines of its output were no JSON-RPC messages";
+        assert_eq!(error, format!("{begin} `initialize`; {lines} {hint}"));
+        assert_eq!((stats.ignored(), stats.sessions()), (3, 0));
+        let (error, _) = text(Era::Discover, "token=hunter2\n", by_deadline).await;
+        let line = "1 line of its output was no JSON-RPC message";
+        assert_eq!(error, format!("{begin} `server/discover`; {line} {hint}"));
+        // One that is silent, and one that says something else.
+        let (error, _) = text(Era::Initialize, "", by_deadline).await;
+        assert_eq!(error, format!("{begin} `initialize`"));
+        let says = "{\"jsonrpc\":\"2.0\",\"id\":null,\"result\":{}}\n";
+        let (error, stats) = text(Era::Initialize, says, by_deadline).await;
+        assert_eq!((error, stats.ignored()), (format!("{begin} `initialize`"), 1));
+    }
 }
 
 #[tokio::test(start_paused = true)]

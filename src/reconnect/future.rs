@@ -452,7 +452,7 @@ impl Facts {
                         Poll::Ready(Ok(None))
                     }
                     Poll::Ready(Err(error)) => Poll::Ready(Err(self.unsent(error, request.take()))),
-                    Poll::Pending => self.give_up_waiting(first, request, Some("no connection yet")),
+                    Poll::Pending => self.give_up_waiting(first, request, |error| shared.unconnected(error)),
                 }
             }
             Unsent::Readying { request, local, connection } => match connection.poll_ready(cx) {
@@ -484,7 +484,7 @@ impl Facts {
                     *unsent = Unsent::Waiting { request, waiter };
                     Poll::Ready(Ok(None))
                 }
-                Poll::Pending => self.give_up_waiting(first, request, None),
+                Poll::Pending => self.give_up_waiting(first, request, |error| error),
             },
         }
     }
@@ -517,7 +517,7 @@ impl Facts {
         &self,
         first: bool,
         request: &mut Option<Req>,
-        why: Option<&'static str>,
+        explained: impl FnOnce(CallError) -> CallError,
     ) -> Poll<Result<T, CallError>> {
         if first || !self.is_over() {
             return Poll::Pending;
@@ -527,11 +527,7 @@ impl Facts {
         } else {
             CallError::attempt_timeout(Delivery::NotSent)
         };
-        let error = match why {
-            Some(why) => error.note(why),
-            None => error,
-        };
-        Poll::Ready(Err(self.unsent(error, request.take())))
+        Poll::Ready(Err(self.unsent(explained(error), request.take())))
     }
 
     /// An error of a call that was not given to a connection.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     BoxError,
     census::drain,
-    connection::reaper_of,
+    connection::{Hooks, reaper_of, under_way_of},
     event::{Event, Events},
     retry::backoff::Schedule,
 };
@@ -141,8 +141,8 @@ where
 
     fn layer(&self, connector: M) -> Reconnect<M> {
         let wrong = self.check().err();
-        let reaper = reaper_of(&connector);
-        let service = Reconnect::new(connector, self.config.clone(), wrong, self.events.clone(), reaper);
+        let hooks = Hooks { reaper: reaper_of(&connector), under_way: under_way_of(&connector) };
+        let service = Reconnect::new(connector, self.config.clone(), wrong, self.events.clone(), hooks);
         self.handle.add(&service);
         service
     }

@@ -47,7 +47,7 @@ pub use self::{
 use crate::{
     Attempt, BoxError, Call, CallContext, CallError, Effect, Refusal,
     call::{CallIds, effect_of},
-    connection::Reaper,
+    connection::Hooks,
     event::{self, Events},
     retry::backoff::Schedule,
 };
@@ -98,14 +98,8 @@ impl<M: Service<()>> Reconnect<M>
 where
     M::Error: Into<BoxError>,
 {
-    fn new(
-        connector: M,
-        config: Config,
-        wrong: Option<&'static str>,
-        events: Events,
-        reaper: Option<Reaper>,
-    ) -> Self {
-        let shared = Arc::new(Shared::new(connector, config, events.clone(), reaper));
+    fn new(connector: M, config: Config, wrong: Option<&'static str>, events: Events, hooks: Hooks) -> Self {
+        let shared = Arc::new(Shared::new(connector, config, events.clone(), hooks));
         Self { shared, link: None, found_dead: None, wrong, events, ids: CallIds::default() }
     }
 

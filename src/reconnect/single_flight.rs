@@ -51,7 +51,7 @@ use super::{
 use crate::{
     BoxError, CallError, Closure, Deadline, Effect, Refusal,
     census::{AnySeat, Census, Seat, holding},
-    connection::{BoxFuture, Connection, Reaper, discard, known},
+    connection::{BoxFuture, Connection, Hooks, Reaper, discard, known},
     deadline::later,
     delivery::ConnectError,
     event::{Event, Events, Incident},
@@ -76,7 +76,7 @@ pub(crate) struct Shared<M: Service<()>> {
     pub(crate) ended: Notify,
     config: Config,
     events: Events,
-    reaper: Option<Reaper>,
+    hooks: Hooks,
 }
 
 struct State<M: Service<()>> {
@@ -89,7 +89,7 @@ struct State<M: Service<()>> {
     /// Connects that failed since the last one that did not.
     failures: Option<Waits>,
     last_delay: Option<Duration>,
-    not_before: Option<(Instant, Arc<ConnectError>)>,
+    not_before: Option<(Instant, Arc<Failure>)>,
     /// The closure that the next connect follows.
     lost: Option<Lost>,
     /// Connections in a row that closed without an answer, and how they ended.
@@ -117,7 +117,25 @@ enum Phase<M: Service<()>> {
 
 /// One connect, and its failure once it has failed.
 struct Ticket {
-    failure: OnceLock<Arc<ConnectError>>,
+    failure: OnceLock<Arc<Failure>>,
+}
+
+/// Why a connect failed.
+struct Failure {
+    error: Arc<ConnectError>,
+    /// How far it had come, where its time was up.
+    so_far: Option<String>,
+}
+
+impl Failure {
+    /// It as the end of a call that waited for the connect.
+    fn of_call(&self) -> CallError {
+        let error = CallError::connect_failed(Arc::clone(&self.error));
+        match &self.so_far {
+            Some(so_far) => error.note(so_far.clone()),
+            None => error,
+        }
+    }
 }
 
 /// A connection for a call, and the handle that goes with it.
@@ -175,7 +193,7 @@ impl<M: Service<()>> Shared<M>
 where
     M::Error: Into<BoxError>,
 {
-    pub(super) fn new(maker: M, config: Config, events: Events, reaper: Option<Reaper>) -> Self {
+    pub(super) fn new(maker: M, config: Config, events: Events, hooks: Hooks) -> Self {
         Self {
             state: Mutex::new(State {
                 phase: Phase::Idle,
@@ -198,7 +216,7 @@ where
             ended: Notify::new(),
             config,
             events,
-            reaper,
+            hooks,
         }
     }
 
@@ -281,7 +299,7 @@ where
             return Step::error(CallError::refused(Refusal::Shutdown));
         }
         if let Some(failure) = waiter.ticket.as_ref().and_then(|ticket| ticket.failure.get()) {
-            return Step::error(CallError::connect_failed(Arc::clone(failure)));
+            return Step::error(failure.of_call());
         }
         if let Phase::Connected { generation, connection } = &state.phase {
             let (generation, connection) = (Arc::clone(generation), connection.clone());
@@ -366,6 +384,8 @@ where
         M::Response: 'static,
     {
         let Connect { maker, stage, began, overlapped, .. } = work;
+        let is_late = matches!(result, Err(ConnectError::TimedOut(_)));
+        let so_far = is_late.then(|| self.so_far()).flatten();
         // The spent future first: the connector may hold something in it that the next connect needs.
         discard(stage);
         // Woken even if something panics here, or the event's sink does; when the lock is free.
@@ -401,7 +421,7 @@ where
                 self.current.store(state.made, Ordering::Release);
             }
             Err(error) => {
-                let error = Arc::new(error);
+                let error = Arc::new(Failure { error: Arc::new(error), so_far });
                 let config = &self.config;
                 let failures = &mut state.failures;
                 // The schedule may be the caller's own.
@@ -483,6 +503,20 @@ where
 }
 
 impl<M: Service<()>> Shared<M> {
+    /// A call has given up waiting for a connection with that error: how far the connect under way has come.
+    #[cold]
+    pub(super) fn unconnected(&self, error: CallError) -> CallError {
+        let error = error.note("no connection yet");
+        match self.so_far() {
+            Some(so_far) => error.note(so_far),
+            None => error,
+        }
+    }
+
+    fn so_far(&self) -> Option<String> {
+        self.hooks.under_way.as_ref()?.so_far()
+    }
+
     #[inline]
     pub(super) fn is_current(&self, generation: &Generation) -> bool {
         generation.number == self.current.load(Ordering::Acquire)
@@ -609,7 +643,7 @@ impl<M: Service<()>> State<M> {
     fn fits(&self, deadline: Deadline, now: Instant) -> Result<(), CallError> {
         match &self.not_before {
             Some((at, error)) if *at > now && !deadline.allows(now, *at - now) => {
-                Err(CallError::connect_failed(Arc::clone(error)).after(*at - now))
+                Err(error.of_call().after(*at - now))
             }
             _ => Ok(()),
         }
@@ -872,7 +906,7 @@ where
     }
 
     fn reaper(&self) -> Option<Reaper> {
-        self.reaper.clone()
+        self.hooks.reaper.clone()
     }
 
     fn report_last(&self) {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::Request;
 use crate::{
     BoxError,
-    mcp::checks::{self, ReadBacks, Subject},
+    mcp::checks::{self, ReadBack, ReadBacks, Subject},
     write_safety::{EffectCheck, InDoubt, Verdict},
 };
 
@@ -41,9 +41,15 @@ pub fn check(checks: impl Into<ReadBacks>) -> Check {
 #[must_use = "give it to WriteSafetyLayer::new"]
 pub struct Check(ReadBacks);
 
+impl Check {
+    pub(crate) fn each(&self) -> impl Iterator<Item = &ReadBack> {
+        self.0.each()
+    }
+}
+
 impl EffectCheck<Request, ServerResult> for Check {
     async fn check(&self, doubt: InDoubt<Request, ServerResult>) -> Result<Verdict<ServerResult>, BoxError> {
-        checks::check(self.0.each(), &doubt).await
+        checks::check(self.each(), &doubt).await
     }
 }
 

@@ -7,9 +7,10 @@ use std::{
     future::Future,
     mem,
     pin::Pin,
+    process::ExitStatus,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -31,7 +32,7 @@ use tokio::{
 
 use super::{
     HttpError, Request,
-    evidence::judge,
+    evidence::{Sight, judge},
     exchange::Exchange,
     questions::{Place, Questions},
     session::{Lesson, Memory},
@@ -110,6 +111,10 @@ pub(super) struct Inner {
     about: OnceLock<event::Peer>,
     running: Mutex<Option<Box<dyn Running>>>,
     process: Option<ProcessFacts>,
+    /// What was seen last of a letter that is no call.
+    beside: Mutex<Option<Sight>>,
+    ignored: AtomicU64,
+    unread: Arc<AtomicU64>,
     /// What the server says of its tools, where the caller trusts that.
     pub(super) tools: Arc<Listed>,
     /// Its number among those of its connector, from 1.
@@ -177,6 +182,9 @@ impl Inner {
             about: OnceLock::new(),
             running: Mutex::new(None),
             process: facts,
+            beside: Mutex::default(),
+            ignored: AtomicU64::new(0),
+            unread: Arc::default(),
             tools: Arc::default(),
             number,
             is_listing: AtomicBool::new(false),
@@ -187,12 +195,42 @@ impl Inner {
     }
 
     /// Waits, within bounds, until the process is gone and its last words are known.
-    pub(super) async fn last_words(&self) -> Vec<String> {
+    pub(super) async fn last_words(&self) -> (Option<ExitStatus>, Vec<String>) {
+        let mut status = None;
         if let Some(process) = &self.process {
             let mut exit = process.exit.clone();
-            let _ = timeout(LAST_WORDS, exit.wait_for(Option::is_some)).await;
+            if let Ok(Ok(exit)) = timeout(LAST_WORDS, exit.wait_for(Option::is_some)).await {
+                status = exit.as_ref().and_then(|exit| exit.status);
+            }
         }
-        self.stderr()
+        (status, self.stderr())
+    }
+
+    /// Notes what the transport saw of a letter that is no call, such as the handshake's.
+    pub(super) fn saw_beside(&self, sight: Sight) {
+        *self.beside.lock().unwrap_or_else(PoisonError::into_inner) = Some(sight);
+    }
+
+    /// The last of that, if it is an error of HTTP.
+    pub(super) fn take_beside(&self) -> Option<HttpError> {
+        self.beside.lock().unwrap_or_else(PoisonError::into_inner).take()?.http()
+    }
+
+    /// Counts a message of the server that is of no use. What it holds is in no log.
+    pub(super) fn ignore(&self, is_json_rpc: bool) {
+        self.ignored.fetch_add(1, Ordering::Relaxed);
+        if !is_json_rpc && self.unread.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(
+                target: "goaround",
+                "what the server writes is not all JSON-RPC, and the rest is ignored: its standard output must carry \
+                 nothing else"
+            );
+        }
+    }
+
+    /// How many of those were no JSON-RPC.
+    pub(super) fn unread(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.unread)
     }
 
     pub(super) fn stderr(&self) -> Vec<String> {
@@ -732,6 +770,12 @@ impl Connection {
                 _ => Closure::new("the connection was dropped"),
             }
         }
+    }
+
+    /// How many messages of a server that is a child process could not be used: what it writes to its standard output
+    /// that is no JSON-RPC, and messages above the size limit that are no answers.
+    pub fn ignored(&self) -> u64 {
+        self.inner().ignored.load(Ordering::Relaxed)
     }
 
     /// Closes the connection: calls in flight end at once.

@@ -3,6 +3,7 @@
 use std::{
     fmt, io,
     panic::AssertUnwindSafe,
+    process::ExitStatus,
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
     time::Duration,
@@ -10,7 +11,7 @@ use std::{
 
 use futures_util::FutureExt;
 use rmcp::{
-    ClientHandler, RoleClient,
+    ClientHandler, RoleClient, ServiceError,
     model::{ClientResult, ErrorData, ServerNotification, ServerRequest},
     service::{
         ClientInitializeError, ClientLifecycleMode, NotificationContext, RequestContext, RunningService,
@@ -22,16 +23,17 @@ use tokio::{process::Command, time::sleep};
 use tower::Service;
 
 use super::{
-    Http, Request, Unauthorized,
+    Http, HttpError, Request, Unauthorized,
     connection::{Connection, Inner, Kind, Running},
+    evidence::http_error,
     http,
     questions::Place,
     session::{Memory, restore},
     transport::{AnyTransport, Foreign, Pipe, Witness},
 };
 use crate::{
-    BoxError,
-    connection::{BoxFuture, Classifier, Reaper},
+    BoxError, CallError,
+    connection::{BoxFuture, Classifier, Reaper, UnderWay},
     event::{Implementation, Peer},
     mcp::ToolRules,
     stdio::Child,
@@ -59,6 +61,7 @@ pub struct Connector {
     mode: ClientLifecycleMode,
     probe_timeout: Duration,
     memory: Arc<Memory>,
+    under_way: UnderWay,
     wrong: Option<&'static str>,
 }
 
@@ -78,6 +81,7 @@ impl Connector {
             mode: ClientLifecycleMode::Initialize,
             probe_timeout: Duration::from_secs(5),
             memory: Arc::new(Memory::new(ToolRules::new())),
+            under_way: UnderWay::default(),
             wrong: None,
         }
     }
@@ -189,6 +193,10 @@ impl Connector {
         self
     }
 
+    pub(crate) fn rules(&self) -> &ToolRules {
+        self.memory.rules()
+    }
+
     /// What each call may do.
     pub(crate) fn classifier(&self) -> Classifier<Request> {
         let memory = Arc::clone(&self.memory);
@@ -204,6 +212,11 @@ impl Connector {
             }
             _ => false,
         }
+    }
+
+    /// What is known of the connect that is under way.
+    pub(crate) fn under_way(&self) -> UnderWay {
+        self.under_way.clone()
     }
 
     pub(crate) fn reaper(&self) -> Option<Reaper> {
@@ -226,6 +239,19 @@ impl Connector {
             Source::Foreign(_) => Ok(()),
         }
     }
+}
+
+/// The session could not be restored: nothing of anybody's call was sent.
+fn unrestored(error: ServiceError, inner: &Inner) -> CallError {
+    let http = match &error {
+        ServiceError::TransportSend(of) => inner.take_beside().or_else(|| http_error(of)),
+        _ => None,
+    };
+    let error = match http {
+        Some(http) => CallError::not_sent(http.caused_by(Some(error))),
+        None => CallError::not_sent(error),
+    };
+    error.connection_lost()
 }
 
 fn erase(transport: impl rmcp::transport::Transport<RoleClient> + 'static) -> Box<dyn AnyTransport> {
@@ -277,7 +303,7 @@ impl Service<()> for Connector {
                 })
             }
         };
-        let handler = Arc::clone(&self.handler);
+        let (handler, under_way) = (Arc::clone(&self.handler), self.under_way());
         let auto = matches!(self.mode, ClientLifecycleMode::Auto { .. });
         // A probe that the server did not understand last time need not be sent again, nor waited for.
         let mode = match (&self.mode, memory.is_legacy()) {
@@ -286,20 +312,20 @@ impl Service<()> for Connector {
         };
         Box::pin(async move {
             let Opened { transport, inner, takes } = opening.await?;
+            let until_done = under_way.begin(inner.kind == Kind::Pipe, inner.unread());
+            if matches!(mode, ClientLifecycleMode::Initialize) {
+                under_way.asks("initialize");
+            }
             let end = EndOnDrop(Some(Arc::clone(&inner)));
             let witness = Witness::new(transport, Arc::clone(&inner), takes);
             let (running, client, peer) = match handler.serve(witness, mode).await {
                 Ok(served) => served,
                 Err(error) => {
                     memory.set_legacy(false);
-                    let stderr = match &error {
-                        ClientInitializeError::ConnectionClosed(_)
-                        | ClientInitializeError::TransportError { .. } => inner.last_words().await,
-                        _ => inner.stderr(),
-                    };
-                    return Err(InitializeError::new(error, stderr).into());
+                    return Err(InitializeError::of(error, &inner).await.into());
                 }
             };
+            drop(until_done);
             let info = peer.peer_info();
             let protocol = info.as_ref().map(|info| &info.protocol_version);
             memory.set_legacy(auto && !inner.is_modern());
@@ -312,7 +338,7 @@ impl Service<()> for Connector {
                 protocol: protocol.map(|version| version.as_str().to_owned()),
             };
             let connection = Connection::new(Arc::clone(&inner), peer, about, running);
-            restore(&inner).await.map_err(|error| crate::CallError::not_sent(error).connection_lost())?;
+            restore(&inner).await.map_err(|error| unrestored(error, &inner))?;
             end.keep();
             Ok(connection)
         })
@@ -444,22 +470,51 @@ impl<H: ClientHandler> Running for Client<H> {
 
 // ===== impl InitializeError =====
 
-/// Why the SDK's client could not begin a connection. Its text says nothing that the server supplied but a code; the
-/// SDK's error is the [source](std::error::Error::source), and a child's last words are in
+/// Why the SDK's client could not begin a connection. Its text says nothing that the server supplied but a code and a
+/// status; the SDK's error is in [`error`](InitializeError::error), and a child's last words are in
 /// [`stderr`](InitializeError::stderr).
+///
+/// Over HTTP its [source](std::error::Error::source) is an [`HttpError`] that says what was wrong, as of calls, where
+/// that is known; so [`CallError::get_ref::<HttpError>`](CallError::get_ref) finds it. Else, and as the source of that,
+/// it is the SDK's error.
 pub struct InitializeError {
-    source: Box<ClientInitializeError>,
+    source: Arc<ClientInitializeError>,
+    http: Option<HttpError>,
+    exit: Option<ExitStatus>,
     stderr: Vec<String>,
 }
 
 impl InitializeError {
-    fn new(source: ClientInitializeError, stderr: Vec<String>) -> Self {
-        Self { source: Box::new(source), stderr }
+    async fn of(error: ClientInitializeError, inner: &Inner) -> Self {
+        let mut of = &error;
+        while let ClientInitializeError::LegacyFallbackFailed { fallback, .. } = of {
+            of = fallback;
+        }
+        let (http, (exit, stderr)) = match of {
+            ClientInitializeError::ConnectionClosed(_) => (inner.take_beside(), inner.last_words().await),
+            ClientInitializeError::TransportError { error, .. } => {
+                (inner.take_beside().or_else(|| http_error(error)), inner.last_words().await)
+            }
+            _ => (None, (None, inner.stderr())),
+        };
+        let source = Arc::new(error);
+        let http = http.map(|http| http.of_handshake(Arc::clone(&source)));
+        Self { source, http, exit, stderr }
     }
 
     /// The SDK's error.
     pub fn error(&self) -> &ClientInitializeError {
         &self.source
+    }
+
+    /// What was wrong with how an HTTP server answered, or with the way to it.
+    pub fn http(&self) -> Option<&HttpError> {
+        self.http.as_ref()
+    }
+
+    /// How a child process ended, if it did in the handshake, as far as that is known.
+    pub fn exit(&self) -> Option<ExitStatus> {
+        self.exit
     }
 
     /// The last lines that a child process wrote to its standard error. They may hold anything.
@@ -477,12 +532,16 @@ impl fmt::Debug for InitializeError {
 
 impl fmt::Display for InitializeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let why = match &*self.source {
+        f.write_str("the handshake failed: ")?;
+        if let Some(http) = &self.http {
+            return http.fmt(f);
+        }
+        f.write_str(match &*self.source {
             ClientInitializeError::ConnectionClosed(_) => "the server closed the connection",
             ClientInitializeError::JsonRpcError(error) => {
                 return write!(
                     f,
-                    "the handshake failed: the server answered with the error {}",
+                    "the server answered with the error {} (its message is in the `InitializeError`)",
                     error.code.0
                 );
             }
@@ -496,17 +555,22 @@ impl fmt::Display for InitializeError {
             }
             ClientInitializeError::LegacyFallbackFailed { .. } => "in neither of its two forms",
             _ => "the server answered something else",
-        };
-        write!(f, "the handshake failed: {why}")?;
-        match self.stderr.is_empty() {
-            true => Ok(()),
-            false => f.write_str(" (the server's stderr is in the `InitializeError`)"),
+        })?;
+        let words = (!self.stderr.is_empty()).then_some("its stderr is in the `InitializeError`");
+        match (&self.exit, words) {
+            (Some(status), Some(words)) => write!(f, " ({status}; {words})"),
+            (Some(status), None) => write!(f, " ({status})"),
+            (None, Some(words)) => write!(f, " ({words})"),
+            (None, None) => Ok(()),
         }
     }
 }
 
 impl std::error::Error for InitializeError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&*self.source)
+        Some(match &self.http {
+            Some(http) => http,
+            None => &*self.source,
+        })
     }
 }

@@ -2,23 +2,27 @@
 
 use std::{
     error::Error as StdError,
-    fmt,
+    fmt, io, iter,
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
 use rmcp::{
     ServiceError,
     model::{ErrorCode, ErrorData},
+    service::ClientInitializeError,
     transport::{DynamicTransportError, streamable_http_client::StreamableHttpError},
 };
 
-use super::{exchange::Exchange, retry_after::retry_after, transport::TransportError};
-use crate::{CallError, Cause, Closure, Delivery, Evidence, Refusal, Scope, ServerError};
+use super::{exchange::Exchange, http::Unresolved, retry_after::retry_after, transport::TransportError};
+use crate::{BoxError, CallError, Cause, Closure, Delivery, Evidence, Refusal, Scope, ServerError};
 
 /// What the transport saw of a call that did not end with the server's answer.
 pub(super) enum Sight {
     /// Not one byte of it was or will be written.
-    NotSent(HttpErrorKind),
+    NotSent(HttpErrorKind, Option<Reason>),
+    /// No connection could be made for the last of several attempts, maybe.
+    Unconnected(Option<Reason>),
     /// Nor was it, or will be, since the server has taken back the annotation by which it was taken for harmless.
     EffectChanged,
     /// A refusal, and how long the server asks to wait.
@@ -38,7 +42,7 @@ impl Sight {
     /// credentials that have run out.
     fn may_be_shared(&self) -> bool {
         match self {
-            Sight::NotSent(_) | Sight::Refreshed => true,
+            Sight::NotSent(..) | Sight::Refreshed => true,
             Sight::Odd(kind, _) => matches!(
                 kind,
                 HttpErrorKind::NoResponse | HttpErrorKind::BodyLost | HttpErrorKind::StreamEnded
@@ -48,13 +52,101 @@ impl Sight {
     }
 }
 
-/// What was wrong with how an HTTP server answered a call. It is the [source](std::error::Error::source) of the
-/// [`CallError`], found by [`get_ref`](CallError::get_ref), and its own source is the SDK's error. Its text says
-/// nothing that the server or the caller supplied.
+impl Sight {
+    /// The same as an error, if it is one of HTTP.
+    pub(super) fn http(self) -> Option<HttpError> {
+        Some(match self {
+            Sight::NotSent(kind, reason) => {
+                HttpError { reason, is_unsent: true, ..HttpError::new(kind, None) }
+            }
+            Sight::Unconnected(reason) => {
+                HttpError { reason, ..HttpError::new(HttpErrorKind::Connect, None) }
+            }
+            Sight::Evidence(evidence, _, status) => {
+                let kind = match evidence {
+                    Evidence::SessionUnknown => HttpErrorKind::SessionUnknown,
+                    Evidence::Unauthorized | Evidence::Forbidden => HttpErrorKind::Unauthorized,
+                    _ => HttpErrorKind::Status,
+                };
+                HttpError::new(kind, status)
+            }
+            Sight::Refreshed => HttpError::new(HttpErrorKind::Unauthorized, Some(401)),
+            Sight::Odd(kind, status) => HttpError::new(kind, status),
+            Sight::SessionLost(_) => HttpError::new(HttpErrorKind::SessionUnknown, Some(404)),
+            Sight::EffectChanged | Sight::TooLarge(_) => return None,
+        })
+    }
+}
+
+/// Why no connection could be made, or why it broke.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Reason {
+    Unresolved,
+    NoTls,
+    Io(io::ErrorKind),
+}
+
+impl Reason {
+    /// The reason of an HTTP library's error, by the types of its sources.
+    pub(super) fn of(error: &(dyn StdError + 'static)) -> Option<Self> {
+        iter::successors(Some(error), |&error| error.source()).find_map(|error| {
+            if error.is::<Unresolved>() {
+                return Some(Reason::Unresolved);
+            }
+            error.downcast_ref::<io::Error>().and_then(Self::of_io)
+        })
+    }
+
+    /// Of an error of the network. Others are wrapped in such errors too, and their kinds say nothing here.
+    fn of_io(error: &io::Error) -> Option<Self> {
+        use io::ErrorKind::*;
+        let kind = error.kind();
+        let is_told = matches!(
+            kind,
+            ConnectionRefused
+                | ConnectionReset
+                | ConnectionAborted
+                | BrokenPipe
+                | HostUnreachable
+                | NetworkUnreachable
+                | NetworkDown
+                | AddrNotAvailable
+                | PermissionDenied
+                | TimedOut
+        );
+        is_told.then_some(Reason::Io(kind))
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::Unresolved => f.write_str("its host's name cannot be resolved"),
+            Reason::NoTls => f.write_str(
+                "this build has no TLS, which `https` needs: the features `reqwest` (rustls) and `reqwest-native-tls` of \
+                 rmcp give it",
+            ),
+            Reason::Io(kind) => kind.fmt(f),
+        }
+    }
+}
+
+/// What was wrong with how an HTTP server answered a call or a handshake, or with the way to it. It is among the
+/// [sources](std::error::Error::source) of the [`CallError`], found by [`get_ref`](CallError::get_ref), and its own
+/// source is the SDK's error. Its text says nothing that the server or the caller supplied.
 pub struct HttpError {
     kind: HttpErrorKind,
     status: Option<u16>,
-    source: Option<ServiceError>,
+    reason: Option<Reason>,
+    /// Whether nothing of the request was sent.
+    is_unsent: bool,
+    source: Option<Sdks>,
+}
+
+/// The SDK's error.
+enum Sdks {
+    OfCall(Box<ServiceError>),
+    OfHandshake(Arc<ClientInitializeError>),
 }
 
 /// See [`HttpError::kind`].
@@ -112,11 +204,21 @@ impl HttpErrorKind {
 
 impl HttpError {
     pub(super) fn new(kind: HttpErrorKind, status: Option<u16>) -> Self {
-        Self { kind, status, source: None }
+        Self { kind, status, reason: None, is_unsent: false, source: None }
     }
 
-    fn caused_by(mut self, source: Option<ServiceError>) -> Self {
-        self.source = source;
+    /// There is no TLS in this build.
+    pub(super) fn no_tls() -> Self {
+        Self { reason: Some(Reason::NoTls), ..Self::new(HttpErrorKind::Connect, None) }
+    }
+
+    pub(super) fn caused_by(mut self, source: Option<ServiceError>) -> Self {
+        self.source = source.map(|source| Sdks::OfCall(Box::new(source)));
+        self
+    }
+
+    pub(super) fn of_handshake(mut self, source: Arc<ClientInitializeError>) -> Self {
+        self.source = Some(Sdks::OfHandshake(source));
         self
     }
 
@@ -130,9 +232,12 @@ impl HttpError {
         self.status
     }
 
-    /// The SDK's error, where the SDK had one.
+    /// The SDK's error of the call, where the SDK had one.
     pub fn into_service_error(self) -> Option<ServiceError> {
-        self.source
+        match self.source {
+            Some(Sdks::OfCall(source)) => Some(*source),
+            _ => None,
+        }
     }
 }
 
@@ -148,14 +253,23 @@ impl fmt::Debug for HttpError {
 
 impl fmt::Display for HttpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.kind.text())?;
+        f.write_str(match self.kind {
+            HttpErrorKind::NoResponse if self.is_unsent => "the connection broke before the request was sent",
+            kind => kind.text(),
+        })?;
+        if let Some(reason) = &self.reason {
+            write!(f, ": {reason}")?;
+        }
         self.status.map_or(Ok(()), |status| write!(f, " (HTTP {status})"))
     }
 }
 
 impl StdError for HttpError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source.as_ref().map(|source| source as _)
+        Some(match self.source.as_ref()? {
+            Sdks::OfCall(source) => &**source,
+            Sdks::OfHandshake(source) => &**source,
+        })
     }
 }
 
@@ -198,15 +312,12 @@ pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (C
 /// What the transport's own word says.
 pub(super) fn seen(sight: Sight, error: Option<ServiceError>) -> CallError {
     match sight {
-        Sight::NotSent(kind) => CallError::not_sent(HttpError::new(kind, None).caused_by(error)),
         Sight::EffectChanged => CallError::refused(Refusal::EffectChanged),
         Sight::Evidence(evidence, wait, status) => {
-            let kind = match evidence {
-                Evidence::SessionUnknown => HttpErrorKind::SessionUnknown,
-                Evidence::Unauthorized | Evidence::Forbidden => HttpErrorKind::Unauthorized,
-                _ => HttpErrorKind::Status,
+            let judged = match Sight::Evidence(evidence, wait, status).http() {
+                Some(source) => CallError::evidence(evidence, source.caused_by(error)),
+                None => CallError::of_evidence(evidence),
             };
-            let judged = CallError::evidence(evidence, HttpError::new(kind, status).caused_by(error));
             match wait {
                 Some(wait) => judged.after(wait),
                 None => judged,
@@ -219,7 +330,12 @@ pub(super) fn seen(sight: Sight, error: Option<ServiceError>) -> CallError {
         Sight::TooLarge(limit) => {
             CallError::new(Cause::AnswerTooLarge { limit }, Scope::Call, Some(Delivery::Answered))
         }
-        Sight::Odd(kind, status) => CallError::ambiguous(HttpError::new(kind, status).caused_by(error)),
+        sight @ (Sight::NotSent(..) | Sight::Unconnected(_) | Sight::Odd(..)) => {
+            let is_unsent = matches!(sight, Sight::NotSent(..));
+            let source = sight.http().map(|source| source.caused_by(error));
+            let source: BoxError = source.map_or_else(|| "the transport failed".into(), Into::into);
+            if is_unsent { CallError::not_sent(source) } else { CallError::ambiguous(source) }
+        }
         Sight::SessionLost(closure) => CallError::of_closure(closure, Delivery::Ambiguous)
             .caused_by(HttpError::new(HttpErrorKind::SessionUnknown, Some(404)).caused_by(error)),
     }
@@ -286,12 +402,18 @@ pub(super) fn of_one_http_request(error: &DynamicTransportError) -> bool {
     }
 }
 
+/// What was wrong with the HTTP that a handshake or the like went over, as far as the SDK's error tells.
+pub(super) fn http_error(error: &DynamicTransportError) -> Option<HttpError> {
+    let of = error.error.downcast_ref::<TransportError>()?;
+    foreign_http(of.source.as_deref()?)?.http()
+}
+
 /// What the SDK's own HTTP transport says, where the user brings it.
 fn foreign_http(error: &(dyn StdError + Send + Sync + 'static)) -> Option<Sight> {
     let error = error.downcast_ref::<StreamableHttpError<reqwest::Error>>()?;
     Some(match error {
         // The last of several attempts, maybe: it follows redirects, and sends again what met a lost session.
-        StreamableHttpError::Client(error) if error.is_connect() => Sight::Odd(HttpErrorKind::Connect, None),
+        StreamableHttpError::Client(error) if error.is_connect() => Sight::Unconnected(Reason::of(error)),
         StreamableHttpError::Client(error) if error.is_decode() || error.is_body() => {
             Sight::Odd(HttpErrorKind::BodyLost, None)
         }

@@ -11,7 +11,10 @@ use std::{
 use rmcp::model::{ClientJsonRpcMessage, ClientRequest, GetExtensions};
 use tokio::sync::Notify;
 
-use super::{HttpErrorKind, Request, evidence::Sight};
+use super::{
+    HttpErrorKind, Request,
+    evidence::{Reason, Sight},
+};
 use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame};
 
 /// What has become of one call on its way.
@@ -150,7 +153,7 @@ impl Exchange {
             self.gone.notify_one();
             return true;
         }
-        matches!(self.state().sight, Some(Sight::NotSent(_) | Sight::EffectChanged))
+        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged))
     }
 
     /// Resolves when the frame was withdrawn by whoever waits for the call.
@@ -167,10 +170,10 @@ impl Exchange {
     }
 
     /// The transport gave up before it asked for the first byte, or says so: from here on it gets none.
-    pub(super) fn failed_to_send(&self, kind: HttpErrorKind) {
+    pub(super) fn failed_to_send(&self, kind: HttpErrorKind, reason: Option<Reason>) {
         if self.frame.withdraw() {
             self.mark_withdrawn();
-            self.saw(Sight::NotSent(kind));
+            self.saw(Sight::NotSent(kind, reason));
         } else {
             self.saw(Sight::Odd(HttpErrorKind::NoResponse, None));
         }

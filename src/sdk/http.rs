@@ -4,11 +4,11 @@
 use std::{
     collections::HashMap,
     fmt, io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, ToSocketAddrs},
     panic::AssertUnwindSafe,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll},
@@ -25,6 +25,7 @@ use http::{
     header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE},
 };
 use http_body::{Body, Frame, SizeHint};
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use rmcp::{
     model::{
         ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
@@ -43,7 +44,7 @@ use tokio::{
 
 use super::{
     connection::{CANCEL, Inner, SESSION_LOST},
-    evidence::{HttpErrorKind, Sight, of_status},
+    evidence::{HttpError, HttpErrorKind, Reason, Sight, of_status},
     exchange::Exchange,
     retry_after::retry_after,
     sse::{Event, Parser},
@@ -130,8 +131,18 @@ impl Http {
 
     pub(super) fn validate(&self) -> Result<(), BoxError> {
         match reqwest::Url::parse(&self.config.uri) {
-            Ok(url) if matches!(url.scheme(), "http" | "https") && url.has_host() => Ok(()),
+            Ok(url) if matches!(url.scheme(), "http" | "https") && url.has_host() => self.has_its_tls(),
             _ => Err("the server's address is no http or https URL".into()),
+        }
+    }
+}
+
+impl Http {
+    /// Whether the client of this module can speak to the server. Of a client of the caller's nobody knows.
+    fn has_its_tls(&self) -> Result<(), BoxError> {
+        match self.client.is_none() && is_https(&self.config.uri) && has_tls() == Some(false) {
+            true => Err(HttpError::no_tls().into()),
+            false => Ok(()),
         }
     }
 }
@@ -192,12 +203,14 @@ pub(super) fn transport(
     http: &Http,
     inner: Arc<Inner>,
 ) -> Result<StreamableHttpClientTransport<Client>, BoxError> {
+    http.has_its_tls()?;
     let client = match &http.client {
         Some(client) => client.clone(),
         // A redirect is an error that says so. Idle connections are not kept: the SDK found that to stall.
         None => reqwest::Client::builder()
             .pool_max_idle_per_host(0)
             .redirect(reqwest::redirect::Policy::none())
+            .dns_resolver(Names)
             .build()?,
     };
     // What was sent by the SDK a second time nobody would count.
@@ -223,6 +236,59 @@ pub(super) fn transport(
     };
     Ok(StreamableHttpClientTransport::with_client(client, config))
 }
+
+fn is_https(uri: &str) -> bool {
+    uri.trim_start().get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"))
+}
+
+/// Whether this build's HTTP library speaks TLS, which is a feature of that library; `None` if it does not tell. One
+/// that does not turns an `https` address away before it looks for the host, so that no network is asked.
+fn has_tls() -> Option<bool> {
+    static KNOWN: OnceLock<Option<bool>> = OnceLock::new();
+    *KNOWN.get_or_init(|| {
+        let was_asked = Arc::new(AtomicBool::new(false));
+        let names = Nobody(Arc::clone(&was_asked));
+        let asking = || {
+            let client = reqwest::Client::builder().no_proxy().dns_resolver(names).build().ok()?;
+            client.get("https://goaround.invalid/").send().now_or_never()
+        };
+        // A TLS library that lacks a part of itself panics.
+        let ended = std::panic::catch_unwind(AssertUnwindSafe(asking)).ok()?;
+        match ended {
+            _ if was_asked.load(Ordering::Relaxed) => Some(true),
+            Some(Err(error)) if error.is_connect() => Some(false),
+            _ => None,
+        }
+    })
+}
+
+/// Resolves no name, and tells that it was asked to.
+struct Nobody(Arc<AtomicBool>);
+
+impl Resolve for Nobody {
+    fn resolve(&self, _: Name) -> Resolving {
+        self.0.store(true, Ordering::Relaxed);
+        Box::pin(std::future::ready(Err(Unresolved(io::ErrorKind::NotFound.into()).into())))
+    }
+}
+
+/// Resolves names as the HTTP library would, with an error that is known when it comes back.
+struct Names;
+
+impl Resolve for Names {
+    fn resolve(&self, name: Name) -> Resolving {
+        let host = name.as_str().to_owned();
+        Box::pin(async move {
+            let found = tokio::task::spawn_blocking(move || (host.as_str(), 0).to_socket_addrs()).await?;
+            Ok(Box::new(found.map_err(Unresolved)?) as Addrs)
+        })
+    }
+}
+
+/// A host's name could not be resolved.
+#[derive(Debug, thiserror::Error)]
+#[error("the host's name cannot be resolved")]
+pub(super) struct Unresolved(#[source] io::Error);
 
 /// When the standalone stream of a session is asked for again. Response streams do not come here.
 #[derive(Debug)]
@@ -383,10 +449,12 @@ struct Letter {
     /// The handshake's own, which the SDK examines itself.
     is_handshake: bool,
     is_discover: bool,
+    /// The connection, which is told what was seen of a letter that is no call.
+    inner: Arc<Inner>,
 }
 
 impl Letter {
-    fn of(message: &ClientJsonRpcMessage) -> Result<Self, Failure> {
+    fn of(message: &ClientJsonRpcMessage, inner: &Arc<Inner>) -> Result<Self, Failure> {
         let body = serde_json::to_vec(message)?.into();
         let (id, is_handshake, is_discover) = match message {
             ClientJsonRpcMessage::Request(request) => {
@@ -396,13 +464,15 @@ impl Letter {
             }
             _ => (None, false, false),
         };
-        Ok(Self { body, exchange: Exchange::of(message), id, is_handshake, is_discover })
+        let (exchange, inner) = (Exchange::of(message), Arc::clone(inner));
+        Ok(Self { body, exchange, id, is_handshake, is_discover, inner })
     }
 
-    /// Notes what was seen of the call, if it is one.
+    /// Notes what was seen of the call, or of what goes beside the calls.
     fn saw(&self, sight: Sight) {
-        if let Some(exchange) = &self.exchange {
-            exchange.saw(sight);
+        match &self.exchange {
+            Some(exchange) => exchange.saw(sight),
+            None => self.inner.saw_beside(sight),
         }
     }
 }
@@ -445,12 +515,17 @@ impl Client {
                     response
                 }
                 Err(error) => {
-                    if let Some(exchange) = &letter.exchange {
+                    let no_tls =
+                        || (is_https(&line.uri) && has_tls() == Some(false)).then_some(Reason::NoTls);
+                    let (kind, reason) = match error.is_connect() {
+                        true => (HttpErrorKind::Connect, Reason::of(&error).or_else(no_tls)),
+                        false => (HttpErrorKind::NoResponse, Reason::of(&error)),
+                    };
+                    match &letter.exchange {
                         // The HTTP library may still have the body.
-                        exchange.failed_to_send(match error.is_connect() {
-                            true => HttpErrorKind::Connect,
-                            false => HttpErrorKind::NoResponse,
-                        });
+                        Some(exchange) => exchange.failed_to_send(kind, reason),
+                        None if kind == HttpErrorKind::Connect => letter.saw(Sight::NotSent(kind, reason)),
+                        None => letter.saw(Sight::Odd(kind, None)),
                     }
                     return Err(lost(error));
                 }
@@ -509,7 +584,10 @@ impl Client {
         let Some(id) = letter.id.clone() else {
             return match status.is_success() {
                 true => Ok(StreamableHttpPostResponse::Accepted),
-                false => Err(failed(status, wait)),
+                false => {
+                    letter.saw(of_status(status.as_u16(), None));
+                    Err(failed(status, wait))
+                }
             };
         };
         if matches!(status, StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
@@ -713,7 +791,7 @@ impl StreamableHttpClient for Client {
         headers: HashMap<HeaderName, HeaderValue>,
         limits: StreamableHttpResponseLimits,
     ) -> Result<StreamableHttpPostResponse, Failure> {
-        let letter = Letter::of(&message)?;
+        let letter = Letter::of(&message, &self.shared.inner)?;
         let line = Line { uri, session, headers, limits };
         let is_cancellation = match &message {
             ClientJsonRpcMessage::Response(_) | ClientJsonRpcMessage::Error(_) => false,
@@ -1256,9 +1334,14 @@ mod tests {
             let (exchange, _, mut body) = posted(true);
             assert!(!begun || first_frame(&mut body).is_some());
             // As where a client's own timeout ends the request, and the connection still has its body.
-            exchange.failed_to_send(HttpErrorKind::NoResponse);
-            let said = seen(exchange.take_sight().unwrap(), None).delivery();
-            assert_eq!(said, if begun { Delivery::Ambiguous } else { Delivery::NotSent });
+            exchange.failed_to_send(HttpErrorKind::NoResponse, None);
+            let said = seen(exchange.take_sight().unwrap(), None);
+            let (delivery, text) = match begun {
+                true => (Delivery::Ambiguous, "the connection broke before a response came"),
+                false => (Delivery::NotSent, "the connection broke before the request was sent"),
+            };
+            assert_eq!(said.delivery(), delivery);
+            assert_eq!(said.get_ref::<HttpError>().unwrap().to_string(), text);
             assert_eq!(first_frame(&mut body), None);
         }
     }

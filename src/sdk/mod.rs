@@ -77,6 +77,9 @@
 //!
 //! A server that ends in its handshake fails the calls that waited for it as not done. Why, and what a child wrote
 //! before, is in the [`InitializeError`], by [`CallError::get_ref`](crate::CallError::get_ref), and not in the text.
+//! Over HTTP the text says what was wrong ("cannot connect to the server: connection refused", "HTTP 404"), and so does
+//! the [`HttpError`], by the same. Of a child that does not answer, the error of a call that has waited in vain says how
+//! many lines it has written to its standard output that are no JSON-RPC; see [`Connection::ignored`].
 //!
 //! # What the end of a call says
 //!
@@ -130,7 +133,7 @@
 //! # TLS
 //!
 //! This feature brings none. For `https` addresses turn on one of `rmcp`'s own features, `reqwest` (rustls) or
-//! `reqwest-native-tls`.
+//! `reqwest-native-tls`. Without either, [`build`](crate::StackBuilder::build) refuses such an address.
 
 mod checks;
 mod client;

@@ -75,6 +75,10 @@ impl Memory {
         self.lock().is_legacy = is_legacy;
     }
 
+    pub(super) fn rules(&self) -> &ToolRules {
+        &self.tools
+    }
+
     /// Whether the server's list of tools is of any use.
     pub(super) fn wants_tools(&self) -> bool {
         self.tools.asks_the_server()

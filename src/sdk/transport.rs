@@ -316,7 +316,10 @@ impl Pipe {
                 Ok(message) => self.ready.push_back(message),
                 Err(_) => self.read_odd(&line),
             },
-            Piece::TooLong => tracing::debug!(target: "goaround", "a line above the limit was ignored"),
+            Piece::TooLong => {
+                self.inner.ignore(true);
+                tracing::debug!(target: "goaround", "a line above the limit was ignored");
+            }
             Piece::TooLongAnswer(id) => {
                 self.end_oddly(i64::try_from(id).ok(), Sight::TooLarge(MAX_LINE));
             }
@@ -334,7 +337,9 @@ impl Pipe {
             }
             return;
         }
-        self.odd_answer(line);
+        if !line.trim_ascii().is_empty() {
+            self.odd_answer(line);
+        }
     }
 
     fn odd_answer(&mut self, message: &[u8]) {
@@ -342,7 +347,10 @@ impl Pipe {
             Some(envelope) if envelope.is_answer() => {
                 self.end_oddly(envelope.number(), Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
-            _ => tracing::debug!(target: "goaround", "a line that is no message was ignored"),
+            envelope => {
+                self.inner.ignore(envelope.is_some_and(|envelope| envelope.is_message()));
+                tracing::debug!(target: "goaround", "a line that is no message was ignored");
+            }
         }
     }
 
@@ -504,6 +512,11 @@ impl<'a> Envelope<'a> {
 
     pub(super) fn is_answer(&self) -> bool {
         self.method.is_none() && (self.result.is_some() || self.error.is_some())
+    }
+
+    /// Whether it is a message of JSON-RPC at all.
+    fn is_message(&self) -> bool {
+        self.method.is_some() || self.is_answer()
     }
 
     pub(super) fn is_error(&self) -> bool {

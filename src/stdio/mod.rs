@@ -28,9 +28,10 @@ mod process;
 mod tail;
 
 use std::{
+    borrow::Cow,
     fmt, io,
     process::Stdio,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     task::{Context, Poll},
     time::Duration,
 };
@@ -40,7 +41,7 @@ use tower::Service;
 
 use crate::{
     BoxError,
-    connection::{BoxFuture, Reaper},
+    connection::{BoxFuture, Reaper, UnderWay},
     jsonrpc::{self, Builder, Handler, Process, Request},
     write_safety::ledger::Registrar,
 };
@@ -74,7 +75,7 @@ pub fn child(command: Command) -> Child {
 
 /// Why a child process could not be started. It names the program, never its arguments or environment.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot start {program:?}: {error}")]
+#[error("cannot start {program:?}: {}", why(.error))]
 pub struct SpawnError {
     program: String,
     error: io::Error,
@@ -94,6 +95,15 @@ impl SpawnError {
     fn of(command: &Command, error: io::Error) -> Self {
         let program = command.as_std().get_program().to_string_lossy().into_owned();
         Self { program, error }
+    }
+}
+
+/// What the operating system says, where it was asked; else only the search for the program has failed.
+fn why(error: &io::Error) -> Cow<'static, str> {
+    match (error.raw_os_error(), error.kind()) {
+        (None, io::ErrorKind::NotFound) => "no such program in PATH".into(),
+        (None, io::ErrorKind::PermissionDenied) => "it is no program that may be run".into(),
+        _ => error.to_string().into(),
     }
 }
 
@@ -120,6 +130,7 @@ pub struct Child {
     configure: Vec<Configure>,
     handshake: Option<Handshake>,
     registrar: Option<Registrar>,
+    under_way: UnderWay,
 }
 
 impl Child {
@@ -134,6 +145,7 @@ impl Child {
             configure: Vec::new(),
             handshake: None,
             registrar: None,
+            under_way: UnderWay::default(),
         }
     }
 
@@ -292,7 +304,13 @@ impl Child {
             configure: self.configure.clone(),
             handshake: self.handshake.clone(),
             registrar: self.registrar.clone(),
+            under_way: self.under_way.clone(),
         }
+    }
+
+    /// What is known of the connect that is under way.
+    pub(crate) fn under_way(&self) -> UnderWay {
+        self.under_way.clone()
     }
 
     /// Starts a child and connects to it, without a handshake. `with` is the last word on the connection.
@@ -385,11 +403,14 @@ impl Service<()> for Child {
     }
 
     fn call(&mut self, (): ()) -> Self::Future {
-        let opening = self.open(|builder| builder);
-        let handshake = self.handshake.clone();
+        let unread = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&unread);
+        let opening = self.open(|builder| builder.count_unread(counted));
+        let (handshake, under_way) = (self.handshake.clone(), self.under_way());
         Box::pin(async move {
             let opened = opening.await?;
             if let Some(handshake) = handshake {
+                let _until_done = under_way.begin(true, unread);
                 handshake(opened.client().clone()).await?;
             }
             Ok(opened.keep())
@@ -427,7 +448,12 @@ mod tests {
             let error = child(command).validate().unwrap_err();
             let error = error.downcast_ref::<SpawnError>().unwrap();
             assert_eq!(error.program(), "goaround-no-such-program");
-            assert!(!error.to_string().contains("secret"));
+            let text = "cannot start \"goaround-no-such-program\": no such program in PATH";
+            assert_eq!((error.to_string().as_str(), error.kind()), (text, io::ErrorKind::NotFound));
+            let error = child(Command::new("/tmp")).validate().unwrap_err();
+            assert!(error.to_string().ends_with("it is no program that may be run"), "{error}");
+            let error = child(Command::new("/no/such/program")).validate().unwrap_err();
+            assert!(error.to_string().contains("os error"), "{error}");
         }
     }
 

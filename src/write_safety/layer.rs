@@ -20,6 +20,7 @@ use crate::{
     Basis, Effect, Evidence,
     connection::Classifier,
     event::{Event, Events},
+    mcp::{ToolRules, checks::ReadBack},
 };
 
 /// Write safety as a layer. One type, with a check and without, so that a struct can hold it.
@@ -58,7 +59,12 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         Req: Send + 'static,
         Res: Send + 'static,
     {
-        Self::with(Some(Arc::new(Erased(check))))
+        let check = Erased(check);
+        let is_wrong = check.ready_made().into_iter().any(|check| check.wrong().is_some());
+        let wrong = is_wrong.then_some(
+            "WriteSafetyLayer: the check has a JSON pointer that does not begin with `/`, or the like",
+        );
+        Self::with(Some(Arc::new(check))).set(wrong, |_| {})
     }
 
     fn with(check: Option<Arc<dyn DynCheck<Req, Res>>>) -> Self {
@@ -101,6 +107,10 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// time, with all that lies before it (proxies, queues). The layer waits it out before the check. If it
     /// does not fit in the time left, of which it must leave a tenth for check and replay, the check runs at
     /// once and can only find that the write landed.
+    ///
+    /// The deadline that counts is the call's own, so that a quarantine longer than the stack's default is no error:
+    /// writes that go by that default end as unknown at their check, and only those with a longer one of their own
+    /// ([`Call::within`](crate::Call::within)) can be replayed.
     ///
     /// A connection that marks nothing in the call's [`Activity`](crate::Activity) does not tell when the
     /// last byte was sent: then it counts from the attempt timeout, or from the attempt's end before that.
@@ -342,6 +352,25 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
         inner: S,
     ) -> WriteSafety<S, Req, Res> {
         WriteSafety::new(inner, Arc::clone(&self.config), self.events.clone(), number, servers_entered)
+    }
+
+    /// What makes no sense in a ready-made check: a place that cannot be one, or a tool to read by that is a write by
+    /// those rules. They are the whole truth only where nobody else says what calls do.
+    pub(crate) fn wrong_check(&self, rules: Option<&ToolRules>) -> Option<String> {
+        let checks = self.config.check.as_ref().map(|check| check.ready_made()).unwrap_or_default();
+        let rules = rules.filter(|_| self.config.classify.is_none());
+        let of = |check: &&ReadBack| {
+            let writes = |tool: &&str| rules.is_some_and(|rules| rules.are_known_to_say_write(tool));
+            let by = || {
+                let tool = check.reads_by().filter(writes)?;
+                Some(format!(
+                    "the check reads by {tool:?}, which is a write as long as nobody says otherwise: \
+                     ToolRules::read_only([{tool:?}]) on the connector would"
+                ))
+            };
+            check.wrong().or_else(by)
+        };
+        checks.iter().find_map(of)
     }
 
     /// What makes no sense in the options, if something does.

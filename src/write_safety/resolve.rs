@@ -304,29 +304,28 @@ fn without_fence(
     declared_end: bool,
     in_sight: bool,
 ) -> Cow<'static, str> {
-    match (quarantine, declared_end, in_sight) {
+    let why = match (quarantine, declared_end, in_sight) {
         (Some(_), ..) if entry.id.is_own() => {
-            "absent, but no fence holds: this process made the call itself, and bytes of it may still be to be sent"
+            "this process made the call itself, and bytes of it may still be to be sent"
         }
-        (Some(_), ..) => "absent, but no fence holds: the quarantine does not fit in the time given",
-        (None, true, true) => {
-            "absent, but no fence holds: the old server process is not known to be gone; quarantine(..) or \
-             not_landed_because(..) would give one"
-        }
-        (None, ..) if entry.servers.is_empty() => {
-            "absent, but no fence holds: the ledger knows no server process of it; quarantine(..) or \
-             not_landed_because(..) would give one"
-        }
+        (Some(_), ..) => "the quarantine does not fit in the time given",
+        (None, true, true) => "the old server process is not known to be gone",
+        (None, ..) if entry.servers.is_empty() => "the ledger knows no server process of it",
         (None, true, false) => {
-            "absent, but no fence holds: the old server process cannot be seen from here, from another machine \
-             or container; quarantine(..) or not_landed_because(..) would give one"
+            "the old server process cannot be seen from here, from another machine or container"
         }
         (None, false, _) => {
-            "absent, but no fence holds; exit_ends_effects() on the connector, quarantine(..) or \
-             not_landed_because(..) would give one"
+            "exit_ends_effects() was not declared on the connector when its server was started (to declare it now \
+             counts for later writes only)"
         }
-    }
-    .into()
+    };
+    let what = match quarantine {
+        // It is given already, or says nothing of a connection that may live on.
+        _ if entry.id.is_own() => "not_landed_because(..)",
+        Some(_) => "more time (`Resolve::within`) or not_landed_because(..)",
+        None => "`Resolve::quarantine(..)` or not_landed_because(..)",
+    };
+    format!("absent, but no fence holds: {why}; {what} would give one").into()
 }
 
 /// Probes over any service.
@@ -359,5 +358,56 @@ impl<L, Req> fmt::Debug for Resolve<'_, L, Req> {
             .field("quarantine", &self.quarantine)
             .field("within", &self.within)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// An entry of another run of a process, with a server for each of these declarations.
+    fn entry(servers: &[bool]) -> Entry {
+        let server = |ends: &bool| json!({ "pid": 1, "stack": 1, "exit_ends_effects": ends });
+        let servers: Vec<_> = servers.iter().map(server).collect();
+        serde_json::from_value(json!({
+            "id": format!("{:032x}-1-1", 1), "method": "pay", "effect": "write", "entered_ms": 1, "changed_ms": 1,
+            "attempts": 1, "state": "open", "revision": 1, "stack": 1, "servers": servers,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn why_no_fence_holds_names_only_what_would_give_one() {
+        const QUARANTINE: Option<Duration> = Some(Duration::from_secs(1));
+        let both = "; `Resolve::quarantine(..)` or not_landed_because(..) would give one";
+        for (servers, quarantine, in_sight, why, what) in [
+            (&[true, false][..], None, true, "exit_ends_effects() was not declared", both),
+            (&[false], None, false, "to declare it now counts for later writes only", both),
+            (&[], None, false, "the ledger knows no server process of it", both),
+            (&[true], None, true, "is not known to be gone", both),
+            (&[true], None, false, "from another machine or container", both),
+            (
+                &[true],
+                QUARANTINE,
+                true,
+                "does not fit",
+                "; more time (`Resolve::within`) or not_landed_because(..)",
+            ),
+        ] {
+            let declared_end = servers.iter().all(|ends| *ends);
+            let text = without_fence(&entry(servers), quarantine, declared_end, in_sight);
+            assert!(text.starts_with("absent, but no fence holds: ") && text.contains(why), "{text}");
+            assert!(text.contains(what) && !text.contains("exit_ends_effects() on"), "{text}");
+        }
+        // A quarantine says nothing of a call of this very run.
+        let id =
+            super::super::ledger::EntryId::of(crate::CallContext::new().identify(&mut Default::default()));
+        let own = Entry { id, ..entry(&[]) };
+        for quarantine in [None, QUARANTINE] {
+            let text = without_fence(&own, quarantine, true, false);
+            assert!(text.ends_with("; not_landed_because(..) would give one"), "{text}");
+        }
     }
 }

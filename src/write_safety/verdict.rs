@@ -15,7 +15,11 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::{FirstSent, fence::Fence};
-use crate::{Attempt, BoxError, CallError, CallId, Closure, connection::BoxFuture};
+use crate::{
+    Attempt, BoxError, CallError, CallId, Closure,
+    connection::BoxFuture,
+    mcp::checks::{ReadBack, ready_made},
+};
 
 /// What the caller's check found out about a write in doubt.
 ///
@@ -117,6 +121,9 @@ where
 /// An [`EffectCheck`] with its type erased.
 pub(super) trait DynCheck<Req, Res>: Send + Sync {
     fn run(self: Arc<Self>, doubt: InDoubt<Req, Res>) -> BoxFuture<Result<Verdict<Res>, BoxError>>;
+
+    /// The ready-made checks that it is made of.
+    fn ready_made(&self) -> Vec<&ReadBack>;
 }
 
 /// Makes a [`DynCheck`] of a check.
@@ -130,6 +137,10 @@ where
 {
     fn run(self: Arc<Self>, doubt: InDoubt<Req, Res>) -> BoxFuture<Result<Verdict<Res>, BoxError>> {
         Box::pin(async move { self.0.check(doubt).await })
+    }
+
+    fn ready_made(&self) -> Vec<&ReadBack> {
+        ready_made(&self.0)
     }
 }
 

@@ -168,7 +168,7 @@ fn fly(kind: &Kind, seed: u64, count: &mut Count) -> Result<Vec<String>, BoxErro
         let left = settled.last().cloned().unwrap_or_default();
         let unknown = settled.iter().filter(|line| line.starts_with("resolved") && line.contains("Unknown"));
         let unknown: Vec<_> = unknown.collect();
-        let why = "exit_ends_effects() on the connector";
+        let why = "exit_ends_effects() was not declared on the connector when its server was started";
         if left != format!("left {}", unknown.len()) || !unknown.iter().all(|line| line.contains(why)) {
             return Err(format!("without a declaration there was {left:?} and {unknown:?}").into());
         }

@@ -140,7 +140,12 @@ impl World {
                 backon::ConstantBuilder::new().with_delay(Duration::ZERO).without_max_times(),
             ),
         };
-        let shared = StdArc::new(Shared::new(maker.clone(), config, Events::default(), None));
+        let shared = StdArc::new(Shared::new(
+            maker.clone(),
+            config,
+            Events::default(),
+            crate::connection::Hooks::default(),
+        ));
         Self { shared, maker }
     }
 

@@ -388,8 +388,9 @@ impl State {
 /// A write in a ledger. It serializes, so that an implementation of [`Ledger`] can store it as JSON.
 ///
 /// It holds no argument of the call unless the caller asked for that
-/// ([`keep_arguments`](super::WriteSafetyLayer::keep_arguments)), and the conflict key as the caller made it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// ([`keep_arguments`](super::WriteSafetyLayer::keep_arguments)), and the conflict key as the caller made it. Its
+/// `Debug` says of both only how long they are.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Entry {
     /// The write.
@@ -432,6 +433,39 @@ pub struct Entry {
     /// here: until then bytes of it may have been sent.
     #[serde(skip)]
     pub orphaned: Option<Instant>,
+}
+
+impl fmt::Debug for Entry {
+    /// Without the arguments and the key, which may hold secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, method, effect, key, arguments, entered, changed, attempts, state, .. } = self;
+        let Self { revision, stack, servers, servers_entered, orphaned, .. } = self;
+        f.debug_struct("Entry")
+            .field("id", id)
+            .field("method", method)
+            .field("effect", effect)
+            .field("key", &key.as_deref().map(Hidden))
+            .field("arguments", &arguments.as_deref().map(Hidden))
+            .field("entered", entered)
+            .field("changed", changed)
+            .field("attempts", attempts)
+            .field("state", state)
+            .field("revision", revision)
+            .field("stack", stack)
+            .field("servers", servers)
+            .field("servers_entered", servers_entered)
+            .field("orphaned", orphaned)
+            .finish()
+    }
+}
+
+/// A text of which only the length is shown.
+struct Hidden<'a>(&'a str);
+
+impl fmt::Debug for Hidden<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
 }
 
 impl Entry {
