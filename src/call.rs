@@ -21,6 +21,7 @@ use crate::{
     deadline::{Progress, Until},
     error::Attempt,
     event::Events,
+    wakers::wake,
     write_safety::Fence,
 };
 
@@ -780,7 +781,7 @@ impl Activity {
             state.waker.take()
         };
         if let Some(waker) = waker {
-            waker.wake();
+            wake(waker);
         }
     }
 

@@ -18,7 +18,7 @@ use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, DuplexStream, duplex},
     time::advance,
 };
-use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
+use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
 use tower::{Service, ServiceExt};
 
 type Safety = WriteSafetyLayer<Request, Response>;
@@ -532,68 +532,6 @@ fn doubts_that_the_ledger_does_not_record_are_kept_up_to_a_bound() {
         async move { drop(stack.oneshot(tagged(number)).await) }
     });
     assert!(kept < 20.0, "{kept} bytes a call, after 20,000 of them");
-}
-
-// ===== Foreign wakers =====
-
-/// A task whose waker panics: its executor is gone.
-struct Loud;
-
-impl std::task::Wake for Loud {
-    fn wake(self: Arc<Self>) {
-        panic!("as tested");
-    }
-}
-
-/// Two answers come in one read. That one caller's waker panics must not cost the other call its answer: it has no
-/// deadline, and would wait for ever.
-#[tokio::test(start_paused = true)]
-async fn an_answer_reaches_its_call_though_the_waker_of_another_one_panics() {
-    let (ours, theirs) = duplex(1 << 10);
-    let client = Client::builder().connect(ours);
-    let mut peer = Peer(BufReader::new(theirs));
-    let mut loud = Box::pin(client.request(put("loud")));
-    let mut other = task::spawn(client.request(put("other")));
-    let waker = Waker::from(Arc::new(Loud));
-    assert!(loud.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-    assert_pending!(other.poll());
-    settle().await;
-    let (one, two) = (peer.next().await, peer.next().await);
-    let line =
-        |request: &Value| format!("{}\n", json!({ "jsonrpc": "2.0", "id": request["id"], "result": 0 }));
-    peer.0.get_mut().write_all((line(&one) + &line(&two)).as_bytes()).await.unwrap();
-    settle().await;
-    assert!(other.is_woken(), "it hangs");
-    let _ = assert_ready!(other.poll());
-}
-
-/// The same of who waits for a connection.
-#[tokio::test(start_paused = true)]
-async fn a_connection_reaches_who_waits_for_it_though_the_waker_of_another_one_panics() {
-    let (say, heard) = tokio::sync::oneshot::channel::<()>();
-    let heard = Arc::new(Mutex::new(Some(heard)));
-    let connector = tower::service_fn(move |()| {
-        let heard = heard.lock().unwrap().take();
-        async move {
-            if let Some(heard) = heard {
-                let _ = heard.await;
-            }
-            Ok::<_, BoxError>(Does(|_| said(Ok(1))))
-        }
-    });
-    let stack = Stack::builder(connector).without_deadline().writes(Tags::refuse()).build().unwrap();
-    let mut driver = task::spawn(stack.clone().oneshot(tagged(0)));
-    assert_pending!(driver.poll());
-    let mut loud = Box::pin(stack.clone().oneshot(tagged(1)));
-    let waker = Waker::from(Arc::new(Loud));
-    assert!(loud.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
-    let mut other = task::spawn(stack.clone().oneshot(tagged(2)));
-    assert_pending!(other.poll());
-    say.send(()).unwrap();
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| driver.poll().is_ready()));
-    settle().await;
-    assert!(other.is_woken(), "it hangs");
-    assert_ready_ok!(other.poll());
 }
 
 // ===== A key's time, and a deadline that stands still =====

@@ -12,7 +12,7 @@ use rmcp::model::{ClientJsonRpcMessage, ClientRequest, GetExtensions};
 use tokio::sync::Notify;
 
 use super::{HttpErrorKind, Request, evidence::Sight};
-use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame};
+use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame, wakers::wake};
 
 /// What has become of one call on its way.
 pub(super) struct Exchange {
@@ -249,7 +249,7 @@ impl Exchange {
             state.waker.take()
         };
         if let Some(waker) = waker {
-            waker.wake();
+            wake(waker);
         }
     }
 
