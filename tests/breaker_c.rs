@@ -11,7 +11,6 @@ use std::{
 use goaround::{
     BoxError, Call, CallError, Delivery, Effect, InDoubt, Outcome, Stack, WriteSafetyLayer,
     jsonrpc::{Client, Request, Response},
-    write_safety::ledger,
 };
 use serde_json::{Value, json};
 use tokio::{
@@ -494,44 +493,6 @@ fn nothing_grows_over_json_rpc_calls_that_end_in_whatever_way() {
         });
         assert!(kept < 2.0, "{way}: {kept} bytes a call");
     }
-}
-
-/// A ledger that enters everything, and can record no end.
-struct RecordsNothing;
-
-impl goaround::write_safety::ledger::Ledger for RecordsNothing {
-    async fn enter(&self, entry: ledger::Entry) -> Result<u64, ledger::LedgerError> {
-        Ok(entry.revision)
-    }
-
-    async fn settle(&self, _: ledger::EntryId, _: u64, _: ledger::State) -> Result<u64, ledger::LedgerError> {
-        Err(ledger::LedgerError::Unavailable("no room".into()))
-    }
-
-    async fn claim(&self, _: ledger::EntryId, _: u64) -> Result<u64, ledger::LedgerError> {
-        Err(ledger::LedgerError::Unavailable("no room".into()))
-    }
-
-    async fn in_doubt(&self) -> Result<Vec<ledger::Entry>, ledger::LedgerError> {
-        Ok(Vec::new())
-    }
-
-    async fn forget(&self, id: ledger::EntryId, _: &str) -> Result<(), ledger::LedgerError> {
-        Err(ledger::LedgerError::Conflict(id))
-    }
-}
-
-/// What the layer keeps in the place of a ledger that cannot record doubts has a bound, as the ledger in memory has.
-#[test]
-fn doubts_that_the_ledger_does_not_record_are_kept_up_to_a_bound() {
-    let safety = keyed(Tags::refuse()).ledger(RecordsNothing);
-    let connector = on(|_| said(Err(CallError::ambiguous("reset"))));
-    let stack = Stack::builder(connector).deadline(5 * SECOND).writes(safety).build().unwrap();
-    let kept = bytes_per_call(20_000, 20_000, |number| {
-        let stack = stack.clone();
-        async move { drop(stack.oneshot(tagged(number)).await) }
-    });
-    assert!(kept < 20.0, "{kept} bytes a call, after 20,000 of them");
 }
 
 // ===== A key's time, and a deadline that stands still =====
