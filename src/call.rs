@@ -21,6 +21,7 @@ use crate::{
     deadline::{Progress, Until},
     error::Attempt,
     event::Events,
+    wakers::wake,
     write_safety::Fence,
 };
 
@@ -801,7 +802,7 @@ impl Activity {
             state.waker.take()
         };
         if let Some(waker) = waker {
-            waker.wake();
+            wake(waker);
         }
     }
 

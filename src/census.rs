@@ -15,6 +15,8 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
+use crate::wakers::quietly;
+
 /// How often a shutdown looks without having been told to.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -79,6 +81,6 @@ pub(crate) async fn drain(in_flight: impl Fn() -> usize, ended: &Notify, end: Op
         // Calls look whether there is a shutdown before they give their seat up, and clones say that they are
         // gone before they are: one that did so just when the shutdown began tells nobody.
         let next = now + LOOK;
-        let _ = timeout_at(end.map_or(next, |end| end.min(next)), told).await;
+        let _ = timeout_at(end.map_or(next, |end| end.min(next)), quietly(told)).await;
     }
 }

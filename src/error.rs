@@ -23,6 +23,7 @@ use crate::{
     connection::discard,
     delivery::ConnectError,
     places::{Place, Places},
+    wakers::wake_all,
     write_safety::{Fence, FenceBasis},
 };
 
@@ -1163,7 +1164,7 @@ impl Waiting {
 impl Wake for Waiting {
     fn wake(self: Arc<Self>) {
         let wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner).wakers();
-        wakers.into_iter().for_each(Waker::wake);
+        wake_all(wakers);
     }
 }
 
@@ -1361,6 +1362,26 @@ mod tests {
         let closure = Closure::of_process("closed", 0, true, Some(exit));
         assert!(closure.exited().await.is_none());
         assert!(closure.exited().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn the_exit_is_known_to_all_though_the_waker_of_one_panics() {
+        struct Loud;
+        impl Wake for Loud {
+            fn wake(self: Arc<Self>) {
+                panic!("as tested");
+            }
+        }
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let exit = Box::pin(async { told.await.unwrap() });
+        let closure = Closure::of_process("closed", 0, true, Some(exit));
+        let mut loud = pin!(closure.exited());
+        assert!(loud.as_mut().poll(&mut Context::from_waker(&Arc::new(Loud).into())).is_pending());
+        let mut other = tokio_test::task::spawn(closure.exited());
+        assert!(other.poll().is_pending());
+        tell.send(Exit::new(None, true)).unwrap();
+        assert!(other.is_woken());
+        assert!(matches!(other.poll(), Poll::Ready(Some(_))));
     }
 
     #[tokio::test]

@@ -134,6 +134,7 @@ pub mod reconnect;
 pub mod retry;
 pub mod stack;
 pub mod stdio;
+mod wakers;
 pub mod write_safety;
 
 // After the stack, so that its own methods come first in the documentation.

@@ -1,4 +1,5 @@
-//! What calls through the stack allocate, counted: nothing for a read, two things for a write.
+//! What calls through the stack allocate, counted: nothing for a read, two things for a write. And what is kept for a
+//! ledger that is out of reach, which has a bound.
 
 use std::{
     future::{Future, Ready, ready},
@@ -11,8 +12,9 @@ use std::{
 use goaround::{
     BoxError, CallError, DeadlineLayer, Effect, InDoubt, ReconnectLayer, RetryReadOnly, Stack, Tagged,
     Verdict, WriteSafetyLayer,
+    write_safety::ledger::{Entry, EntryId, Ledger, LedgerError, State},
 };
-use tower::{Service, ServiceBuilder, service_fn};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const CALLS: u64 = 1_000;
 
@@ -132,4 +134,38 @@ fn a_write_with_a_check_allocates_two_things_at_most() {
         |doubt: InDoubt<Tagged<u64>, u64>| async move { Ok::<Verdict<u64>, BoxError>(doubt.unknown("")) };
     assert!(per_call(stack!(0).check(check).build().unwrap(), Effect::Write) <= 2.0);
     assert!(per_call(stack!(0).build().unwrap(), Effect::Write) <= 2.0);
+}
+
+/// A ledger that enters all and can record no end.
+struct RecordsNothing;
+
+impl Ledger for RecordsNothing {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        Ok(entry.revision)
+    }
+    async fn settle(&self, _: EntryId, _: u64, _: State) -> Result<u64, LedgerError> {
+        Err(LedgerError::Unavailable("no room".into()))
+    }
+    async fn claim(&self, id: EntryId, _: u64) -> Result<u64, LedgerError> {
+        Err(LedgerError::Conflict(id))
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        Ok(Vec::new())
+    }
+    async fn forget(&self, id: EntryId, _: &str) -> Result<(), LedgerError> {
+        Err(LedgerError::Conflict(id))
+    }
+}
+
+#[test]
+fn doubts_that_the_ledger_does_not_record_are_kept_up_to_a_bound() {
+    let layer = WriteSafetyLayer::<Tagged<u64>, u64>::refuse().ledger(RecordsNothing);
+    let layer = layer.conflict_key(|request: &Tagged<u64>| Some(request.to_string()));
+    let service =
+        layer.layer(service_fn(|_: Tagged<u64>| async { Err::<u64, _>(CallError::ambiguous("reset")) }));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let write = |n| runtime.block_on(service.clone().oneshot(Tagged::new(n, Effect::Write))).unwrap_err();
+    (0..11_000).for_each(|n| drop(write(n)));
+    let info = allocation_counter::measure(|| (11_000..16_000).for_each(|n| drop(write(n))));
+    assert!(info.bytes_current < 5_000, "{} bytes, after 11,000 writes", info.bytes_current);
 }

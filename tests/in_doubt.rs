@@ -4,12 +4,12 @@
 mod lab;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     future::{Future, pending, ready},
     pin::Pin,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
     time::{Duration, SystemTime},
@@ -1372,6 +1372,114 @@ async fn a_doubt_that_the_ledger_could_not_record_keeps_its_key_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn doubts_that_the_ledger_could_not_record_are_so_by_later_writes_with_whatever_key() {
+    let lab = Lab::new();
+    let store = Store::new(&lab.log).fails("settle");
+    let service = service(&lab, by_account(WriteSafetyLayer::refuse()).ledger(NoHints(store.clone())));
+    for account in ["a", "b", "c"] {
+        lab.write(fail(closed()));
+        assert_eq!(service.clone().oneshot(to(account)).await.unwrap_err().outcome(), Outcome::Unknown);
+    }
+    let recorded = || store.entries().iter().filter(|entry| entry.state != State::Open).count();
+    // As long as it does not work nobody else is held up by that, nor if it hangs.
+    lab.write(answer(1)).write(answer(2));
+    assert_eq!(service.clone().oneshot(to("d")).await.unwrap(), 1);
+    store.fails.lock().unwrap().clear();
+    let shut = store.clone().shut("settle");
+    let start = tokio::time::Instant::now();
+    assert_eq!(service.clone().oneshot(to("e")).await.unwrap(), 2);
+    assert_eq!((recorded(), start.elapsed()), (0, 5 * SECOND), "its own end is waited for");
+    shut.gates["settle"].add_permits(100);
+    // One for each, besides its own.
+    for so_far in 1..=3 {
+        lab.write(answer(3));
+        assert_eq!(service.clone().oneshot(to("f")).await.unwrap(), 3);
+        assert_eq!(recorded(), 2 * so_far);
+    }
+    lab.write(answer(4));
+    let before = lab.log.count("settle");
+    assert_eq!(service.clone().oneshot(to("f")).await.unwrap(), 4);
+    assert_eq!(lab.log.count("settle") - before, 1, "nothing is left");
+    for account in ["a", "b", "c"] {
+        let error = service.clone().oneshot(to(account)).await.unwrap_err();
+        assert!(matches!(refusal(&error), Refusal::KeyInDoubt(_)), "{error}");
+    }
+}
+
+/// A ledger that enters all, and is out of reach whenever an end is to be recorded, until it is not.
+#[derive(Clone, Default)]
+struct OutOfReach {
+    is_back: Arc<AtomicBool>,
+    recorded: Arc<Mutex<HashSet<EntryId>>>,
+}
+
+impl Ledger for OutOfReach {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        Ok(entry.revision)
+    }
+    async fn settle(&self, id: EntryId, revision: u64, _: State) -> Result<u64, LedgerError> {
+        if !self.is_back.load(Ordering::Relaxed) {
+            return Err(LedgerError::Unavailable("out of reach".into()));
+        }
+        self.recorded.lock().unwrap().insert(id);
+        Ok(revision + 1)
+    }
+    async fn claim(&self, id: EntryId, _: u64) -> Result<u64, LedgerError> {
+        Err(LedgerError::Conflict(id))
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        Ok(Vec::new())
+    }
+    async fn forget(&self, id: EntryId, _: &str) -> Result<(), LedgerError> {
+        Err(LedgerError::Conflict(id))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_as_many_doubts_as_are_kept_for_a_ledger_out_of_reach_writes_with_a_key_are_refused() {
+    const MOST: usize = 10_000;
+    type Numbered = Tagged<usize>;
+    let handed_over = Arc::new(AtomicUsize::new(0));
+    let connection = service_fn({
+        let handed_over = Arc::clone(&handed_over);
+        move |_: Numbered| {
+            handed_over.fetch_add(1, Ordering::Relaxed);
+            async { Err::<Res, _>(closed()) }
+        }
+    });
+    let ledger = OutOfReach::default();
+    let layer = WriteSafetyLayer::<Numbered, Res>::refuse();
+    let layer = layer.conflict_key(|to: &Numbered| Some(to.to_string()).filter(|_| **to != usize::MAX));
+    let service = layer.ledger(ledger.clone()).layer(connection);
+    let write = |account: usize| service.clone().oneshot(Tagged::new(account, Effect::Write).named("pay"));
+    for account in 0..MOST {
+        assert_eq!(write(account).await.unwrap_err().outcome(), Outcome::Unknown);
+    }
+    for account in [MOST, MOST + 1, MOST] {
+        let error = write(account).await.unwrap_err();
+        assert_eq!((refusal(&error), error.outcome()), (&Refusal::Ledger, Outcome::NotDone));
+        let source = std::error::Error::source(&error).unwrap();
+        assert!(matches!(source.downcast_ref(), Some(LedgerError::Full(MOST))), "{source}");
+    }
+    // None of them was forgotten for that.
+    for account in [0, MOST / 2, MOST - 1] {
+        assert!(matches!(refusal(&write(account).await.unwrap_err()), Refusal::KeyInDoubt(_)));
+    }
+    assert_eq!(handed_over.load(Ordering::Relaxed), MOST);
+    // One without a key has no part in it.
+    assert_eq!(write(usize::MAX).await.unwrap_err().outcome(), Outcome::Unknown);
+    // Once it is back a write makes room for itself, and records what it finds.
+    ledger.is_back.store(true, Ordering::Relaxed);
+    assert_eq!(write(MOST).await.unwrap_err().outcome(), Outcome::Unknown);
+    for account in 0..MOST {
+        let _ = write(MOST + 1 + account).await;
+    }
+    assert_eq!(handed_over.load(Ordering::Relaxed), 2 * MOST + 2);
+    // Those that were kept, and all that came since.
+    assert_eq!(ledger.recorded.lock().unwrap().len(), 2 * MOST + 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn h05_a_part_that_was_seen_is_not_forgotten_when_the_attempt_ends_between_two_checks() {
     let lab = Lab::new();
     // It ends while the check waits to look again.
@@ -1477,7 +1585,7 @@ async fn a_key_is_free_only_when_the_last_of_two_writes_in_doubt_is_settled() {
 
 #[test]
 fn a_key_is_never_free_between_a_doubt_and_its_entry_in_the_ledger() {
-    use std::sync::atomic::AtomicBool;
+    use AtomicBool;
 
     for round in 0..20 {
         let (sent, checking) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicBool::new(false)));

@@ -8,6 +8,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering},
     },
+    task::{Context, Wake, Waker},
     time::Duration,
 };
 
@@ -716,6 +717,76 @@ async fn a_sink_that_panics_harms_nobody() {
     assert_pending!(other.poll());
     server.answer();
     assert_ready_ok!(driver.poll());
+    server.answer();
+    assert_ready_ok!(other.poll());
+}
+
+/// A task whose waker panics, as one does whose executor is gone.
+struct Loud;
+
+impl Wake for Loud {
+    fn wake(self: Arc<Self>) {
+        panic!("as tested");
+    }
+}
+
+/// A call that was polled once, by a task whose waker panics.
+fn start_loud(client: &mut Client, request: Req) -> Pin<Box<<Client as Service<Req>>::Future>> {
+    assert_ready_ok!(task::spawn(poll_fn(|cx| client.poll_ready(cx))).poll());
+    let mut calling = Box::pin(client.call(request));
+    let waker = Waker::from(Arc::new(Loud));
+    assert_pending!(calling.as_mut().poll(&mut Context::from_waker(&waker)));
+    calling
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_connect_reaches_all_who_wait_though_the_waker_of_one_panics() {
+    for end in ["connected", "failed", "shut down"] {
+        let layer = ReconnectLayer::once();
+        let handle = layer.handle();
+        let (mut client, mut connects) = client(layer);
+        let mut driver = start(&mut client.clone(), read().deadline(Deadline::Never));
+        let _loud = start_loud(&mut client.clone(), read().deadline(Deadline::Never));
+        let mut other = start(&mut client, read().deadline(Deadline::Never));
+        let server = match end {
+            "connected" => Some(connects.accept()),
+            "failed" => {
+                connects.refuse();
+                None
+            }
+            _ => {
+                assert_eq!(handle.shutdown(SECOND).await, 0);
+                None
+            }
+        };
+        // What is not its own affair does not reach the driver either.
+        assert_eq!(driver.poll().is_pending(), server.is_some(), "{end}");
+        assert!(other.is_woken(), "{end}");
+        match server {
+            Some(mut server) => {
+                assert_pending!(other.poll());
+                server.answer();
+                server.answer();
+                assert_ready_ok!(other.poll());
+            }
+            None => drop(assert_ready_err!(other.poll())),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connect_whose_drivers_waker_panics_is_driven_by_another_one() {
+    let (mut client, mut connects) = client(ReconnectLayer::once());
+    let _loud = start_loud(&mut client.clone(), read().deadline(Deadline::Never));
+    let _louder = start_loud(&mut client.clone(), read().deadline(Deadline::Never));
+    let mut other = start(&mut client, read().deadline(Deadline::Never));
+    let mut server = connects.accept();
+    assert!(!other.is_woken(), "the driver has its time");
+    let_tasks_run().await;
+    advance(SECOND).await;
+    let_tasks_run().await;
+    assert!(other.is_woken());
+    assert_pending!(other.poll());
     server.answer();
     assert_ready_ok!(other.poll());
 }

@@ -4,6 +4,7 @@
 mod lab;
 
 use std::{
+    pin::Pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -22,7 +23,7 @@ use tokio::{
     sync::oneshot,
     time::advance,
 };
-use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
+use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task};
 use tower::{Layer, Service};
 
 // ===== The JSON-RPC client =====
@@ -164,6 +165,69 @@ async fn a_call_that_is_polled_by_another_task_wakes_that_one() {
     assert_eq!(tasks.each_ref().map(|task| task.0.load(Ordering::Relaxed)), [0, 1]);
     let waker = Waker::noop();
     assert_ready_ok!(call.as_mut().poll(&mut Context::from_waker(waker)));
+}
+
+/// A task whose waker panics, as one does whose executor is gone.
+struct Loud;
+
+impl Wake for Loud {
+    fn wake(self: Arc<Self>) {
+        panic!("as tested");
+    }
+}
+
+/// Polls it once, by a task whose waker panics.
+fn poll_loudly<F: Future>(future: Pin<&mut F>) {
+    let waker = Waker::from(Arc::new(Loud));
+    assert!(future.poll(&mut Context::from_waker(&waker)).is_pending());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_reaches_its_call_though_the_waker_of_another_one_panics() {
+    let (client, mut peer) = client(1 << 10);
+    let mut loud = Box::pin(client.request(Request::new("m", json!({})).unwrap()));
+    poll_loudly(loud.as_mut());
+    let mut other = call(&client);
+    let (one, two) = (next(&mut peer).await, next(&mut peer).await);
+    // In one read.
+    let line = |id| format!("{}\n", json!({ "jsonrpc": "2.0", "id": id, "result": id }));
+    peer.get_mut().write_all((line(one) + &line(two)).as_bytes()).await.unwrap();
+    settle().await;
+    assert!(other.is_woken());
+    assert_eq!(number(&assert_ready_ok!(other.poll())), two);
+    // Nor has the connection ended; and its answer is there for whoever asks.
+    assert!(client.closure().is_none());
+    assert_eq!(number(&loud.await.unwrap()), one);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_closure_reaches_all_though_the_wakers_of_some_panic() {
+    // The first one fills the pipe and does no more than begin to be written.
+    let (ours, peer) = duplex(8);
+    let client = Client::builder().exact_writes().connect(ours);
+    let request = || Request::new("m", json!({})).unwrap();
+    let (mut loud, mut calls) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        loud.push(Box::pin(client.request(request())));
+        poll_loudly(loud.last_mut().unwrap().as_mut());
+        calls.push(call(&client));
+    }
+    // Those who wait for the end are in lists of tokio's, of which there are some.
+    let mut loud_ends: Vec<_> = (0..100).map(|_| Box::pin(client.closed())).collect();
+    loud_ends.iter_mut().for_each(|end| poll_loudly(end.as_mut()));
+    let mut ends: Vec<_> = (0..20).map(|_| task::spawn(client.closed())).collect();
+    ends.iter_mut().for_each(|end| assert_pending!(end.poll()));
+    settle().await;
+    drop(peer);
+    settle().await;
+    for call in &mut calls {
+        assert!(call.is_woken());
+        assert_eq!(assert_ready_err!(call.poll()).delivery(), Delivery::NotSent);
+    }
+    for end in &mut ends {
+        assert!(end.is_woken());
+        assert_ready!(end.poll());
+    }
 }
 
 // ===== Writes in doubt =====

@@ -3,7 +3,7 @@
 use std::{
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll, Waker},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -13,6 +13,7 @@ use super::timer::{End, Timer};
 use crate::{
     Deadline,
     places::{Place, Places},
+    wakers::wake_all,
 };
 
 /// What moves a call's deadline: the progress that its server reports, and the time for which it stands still.
@@ -246,7 +247,7 @@ impl Drop for Pause {
         state.pause = None;
         let wakers = state.standing.wakers();
         drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        wake_all(wakers);
     }
 }
 

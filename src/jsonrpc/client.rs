@@ -32,6 +32,7 @@ use crate::{
     call::effect_of,
     connection::{BoxFuture, Connection},
     event::Peer,
+    wakers::quietly,
 };
 
 /// A connection to a JSON-RPC peer, over which any number of calls run at once.
@@ -195,7 +196,7 @@ impl Client {
                 if let Some(closure) = closed.borrow_and_update().clone() {
                     return closure;
                 }
-                if closed.changed().await.is_err() {
+                if quietly(closed.changed()).await.is_err() {
                     // Not reached: the connection's task says how it ended before it lets go of the sender.
                     return Closure::new("the connection is gone");
                 }
@@ -396,7 +397,7 @@ impl Connection for Client {
             closed.await;
             if let Some(mut exit) = exit {
                 // An error: the connector's task is gone, and nothing more will be known.
-                let _ = exit.wait_for(Option::is_some).await;
+                let _ = quietly(exit.wait_for(Option::is_some)).await;
             }
         })
     }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{Request, Response, frame::Frame};
-use crate::{Call, CallError};
+use crate::{Call, CallError, wakers::wake};
 
 pub(super) type Outcome = Result<Response, CallError>;
 
@@ -98,7 +98,7 @@ impl Exchange {
         *slot = Slot::Done(outcome);
         drop(slot);
         if let Some(waker) = waker {
-            waker.wake();
+            wake(waker);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
 
@@ -906,6 +906,34 @@ async fn a_panic_of_foreign_code_hangs_nobody() {
     wire.set(|state| state.panics = true);
     settle().await;
     assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+}
+
+/// A task whose waker panics, as one does whose executor is gone.
+struct Loud;
+
+impl Wake for Loud {
+    fn wake(self: Arc<Self>) {
+        panic!("as tested");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_sent_is_marked_so_though_who_waits_for_the_mark_before_has_a_waker_that_panics() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder());
+    let ((one, first), (two, second)) = (watched(request("one")), watched(request("two")));
+    let mut one = tokio_test::task::spawn(client.request(one));
+    let mut two = tokio_test::task::spawn(client.request(two));
+    assert_pending!(one.poll());
+    assert_pending!(two.poll());
+    settle().await;
+    let waker = Waker::from(Arc::new(Loud));
+    assert!(first.poll_sent(&mut Context::from_waker(&waker)).is_err());
+    wire.accept(usize::MAX).await;
+    assert_eq!((is_sent(&first), is_sent(&second)), (true, true));
+    wire.send("{\"id\":1,\"result\":1}\n{\"id\":2,\"result\":1}").await;
+    assert_ready_ok!(one.poll());
+    assert_ready_ok!(two.poll());
 }
 
 #[tokio::test]

@@ -29,6 +29,8 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
+use crate::wakers::{wake, wake_all};
+
 /// How long the driver has to poll the connect once it is woken, or due.
 const GRACE: Duration = Duration::from_millis(20);
 
@@ -235,7 +237,7 @@ impl Watch {
                 }
             }
             if let Some(all) = self.stalled(polls) {
-                return all.into_iter().for_each(Waker::wake);
+                return wake_all(all);
             }
         }
     }
@@ -304,7 +306,7 @@ impl Wake for Bell {
             state.driver.and_then(|driver| state.waiters.get(&driver).map(|entered| entered.waker.clone()))
         };
         if let Some(driver) = driver {
-            driver.wake();
+            wake(driver);
         }
         self.rung.notify_waiters();
         self.watch();

@@ -56,6 +56,7 @@ use crate::{
     delivery::ConnectError,
     event::{Event, Events, Incident},
     retry::backoff::Waits,
+    wakers::wake_all,
 };
 
 /// How many ends of connections are kept as the evidence of a crash loop.
@@ -538,7 +539,7 @@ impl<M: Service<()>> Shared<M> {
             let _state = self.lock();
             self.bell.clear()
         };
-        waiters.into_values().for_each(Waker::wake);
+        wake_all(waiters.into_values());
     }
 
     /// How many calls are on a connection.
@@ -675,7 +676,7 @@ struct WakeAll(BTreeMap<u64, Waker>);
 
 impl Drop for WakeAll {
     fn drop(&mut self) {
-        mem::take(&mut self.0).into_values().for_each(Waker::wake);
+        wake_all(mem::take(&mut self.0).into_values());
     }
 }
 

@@ -44,6 +44,7 @@ use crate::{
     event,
     jsonrpc::{Late, Process, ProcessFacts, Remembered},
     mcp::{Cursors, Listed},
+    wakers::quietly,
 };
 
 /// How many calls may be in flight at once.
@@ -266,7 +267,7 @@ impl Inner {
     /// Waits until nothing is posted beside the calls.
     async fn all_is_told(&self) {
         let mut posting = self.posting.subscribe();
-        let _ = posting.wait_for(|posting| *posting == 0).await;
+        let _ = quietly(posting.wait_for(|posting| *posting == 0)).await;
     }
 
     // ----- what the transport tells
@@ -613,7 +614,7 @@ impl Inner {
             // Registered before it is looked at what happened.
             stirred.as_mut().enable();
             if self.is_doomed() {
-                stirred.await;
+                quietly(stirred).await;
             }
         }
     }
@@ -765,7 +766,7 @@ impl Connection {
     pub fn closed(&self) -> impl Future<Output = Closure> + Send + 'static + use<> {
         let mut closed = self.inner().closed.subscribe();
         async move {
-            match closed.wait_for(Option::is_some).await.map(|closure| closure.clone()) {
+            match quietly(closed.wait_for(Option::is_some)).await.map(|closure| closure.clone()) {
                 Ok(Some(closure)) => closure,
                 _ => Closure::new("the connection was dropped"),
             }
@@ -902,7 +903,7 @@ impl connection::Connection for Connection {
             }
             if let Some(mut exit) = exit {
                 // An error: the connector's task is gone, and nothing more will be known.
-                let _ = exit.wait_for(Option::is_some).await;
+                let _ = quietly(exit.wait_for(Option::is_some)).await;
             }
         })
     }

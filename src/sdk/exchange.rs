@@ -15,7 +15,7 @@ use super::{
     HttpErrorKind, Request,
     evidence::{Reason, Sight},
 };
-use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame};
+use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame, wakers::wake};
 
 /// What has become of one call on its way.
 pub(super) struct Exchange {
@@ -252,7 +252,7 @@ impl Exchange {
             state.waker.take()
         };
         if let Some(waker) = waker {
-            waker.wake();
+            wake(waker);
         }
     }
 

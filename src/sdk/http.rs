@@ -50,7 +50,7 @@ use super::{
     sse::{Event, Parser},
     transport::{Envelope, seen_elsewhere},
 };
-use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer};
+use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer, wakers::quietly};
 
 const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -370,7 +370,7 @@ impl Credentials {
                 }
             }
         };
-        refreshing.wait_for(Option::is_some).await.is_ok_and(|told| *told == Some(true))
+        quietly(refreshing.wait_for(Option::is_some)).await.is_ok_and(|told| *told == Some(true))
     }
 
     /// Asks for another token. A task of its own: what is begun may be good for one use, and must not end with the

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::{
     FirstSent, Shared,
-    conflicts::{Hold, Unrecorded},
+    conflicts::Hold,
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
 };
 use crate::{
@@ -92,29 +92,14 @@ impl Account {
         let entry = self.entry(method, effect, hold);
         let Some(recorded) = &mut self.recorded else { return };
         let ledger = Arc::clone(&recorded.ledger);
-        let unrecorded = hold.map(Hold::unrecorded).unwrap_or_default();
-        if unrecorded.is_empty() {
+        let Some(hold) = hold.filter(|hold| !hold.backlog().is_empty()) else {
             recorded.step = Some(ledger.enter(entry));
             return;
-        }
-        let known = hold.map(|hold| (Arc::clone(hold.conflicts()), Arc::clone(hold.key())));
+        };
+        let (key, backlog) = (Arc::clone(hold.key()), Arc::clone(hold.backlog()));
         recorded.step = Some(Box::pin(async move {
-            for Unrecorded { id, method, revision, claiming, state } in unrecorded {
-                let mut settled = Arc::clone(&ledger).settle(id, revision, state.clone()).await;
-                if claiming && matches!(settled, Err(LedgerError::Conflict(_))) {
-                    // As it is if the claim was taken.
-                    settled = Arc::clone(&ledger).settle(id, revision.saturating_add(1), state).await;
-                }
-                match settled {
-                    Ok(_) | Err(LedgerError::Conflict(_)) => {
-                        if let Some((conflicts, key)) = &known {
-                            conflicts.recorded(key, id);
-                        }
-                    }
-                    Err(_) => return Err(LedgerError::KeyInDoubt { id, method }),
-                }
-            }
-            ledger.enter(entry).await
+            backlog.make_way(&ledger, &key).await?;
+            backlog.record_some_during(&ledger, Arc::clone(&ledger).enter(entry)).await
         }));
     }
 

@@ -13,7 +13,10 @@ use std::{
     },
 };
 
-use super::ledger::{EntryId, State};
+use super::{
+    ledger::{EntryId, State},
+    unrecorded::{Backlog, Unrecorded},
+};
 use crate::call::{Gate, address};
 
 /// The order of a service's writes, over all of its clones.
@@ -30,7 +33,10 @@ pub(super) struct Conflicts {
 
 /// The conflict keys of calls under way, of all services that share a ledger. A clone is the same.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Keys(Arc<Mutex<HashMap<Arc<str>, Key>>>);
+pub(super) struct Keys {
+    held: Arc<Mutex<HashMap<Arc<str>, Key>>>,
+    backlog: Arc<Backlog>,
+}
 
 /// A conflict key that calls under way have.
 #[derive(Debug, Default)]
@@ -45,20 +51,6 @@ struct Key {
     /// How many calls ended in doubt since there were calls, and the last of them.
     left: u64,
     last_left: Option<(EntryId, String)>,
-    /// Doubts that the ledger has not recorded.
-    unrecorded: Vec<Unrecorded>,
-}
-
-/// A doubt that stayed when its call was over, and that the ledger could not record. Without it the ledger would
-/// let later writes with that key in.
-#[derive(Clone, Debug)]
-pub(super) struct Unrecorded {
-    pub(super) id: EntryId,
-    pub(super) method: String,
-    pub(super) revision: u64,
-    /// Whether its replay may have been claimed since.
-    pub(super) claiming: bool,
-    pub(super) state: State,
 }
 
 impl Key {
@@ -84,11 +76,11 @@ impl Key {
 impl Keys {
     /// Tells one ledger from another, as long as both are there.
     pub(super) fn number(&self) -> NonZeroUsize {
-        address(&self.0)
+        address(&self.held)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -123,13 +115,6 @@ impl Conflicts {
         }
         self.all.fetch_add(1, Ordering::AcqRel);
         Ok(())
-    }
-
-    /// The ledger has recorded that doubt, or somebody else has settled it.
-    pub(super) fn recorded(&self, key: &str, id: EntryId) {
-        if let Some(state) = self.lock().get_mut(key) {
-            state.unrecorded.retain(|doubt| doubt.id != id);
-        }
     }
 
     /// Counts a write without a key that is handed over; its number among all.
@@ -214,20 +199,15 @@ impl Hold {
         &self.key
     }
 
-    pub(super) fn conflicts(&self) -> &Arc<Conflicts> {
-        &self.of
+    /// The doubts that the ledger has yet to record.
+    pub(super) fn backlog(&self) -> &Arc<Backlog> {
+        &self.of.keys.backlog
     }
 
     /// Its doubt stays, and the ledger could not record it, or nobody knows whether it did.
     pub(super) fn leave(&self, method: String, revision: u64, claiming: bool, doubt: State) {
-        let mut keys = self.of.lock();
-        let state = keys.entry(Arc::clone(&self.key)).or_default();
-        state.unrecorded.push(Unrecorded { id: self.id, method, revision, claiming, state: doubt });
-    }
-
-    /// The doubts with its key that the ledger has yet to record before it is asked about this one.
-    pub(super) fn unrecorded(&self) -> Vec<Unrecorded> {
-        self.of.lock().get(&self.key).map(|state| state.unrecorded.clone()).unwrap_or_default()
+        let doubt = Unrecorded { id: self.id, method, revision, claiming, state: doubt };
+        self.backlog().keep(&self.key, doubt);
     }
 
     /// It is handed over.
@@ -348,14 +328,14 @@ impl Gate for InLine {
     }
 }
 
-/// What is left of a doubt is in the ledger by then.
+/// What is left of a doubt is in the ledger by then, or in the backlog.
 impl Drop for Hold {
     fn drop(&mut self) {
         self.no_doubt();
         let mut keys = self.of.lock();
         if let Some(state) = keys.get_mut(&self.key) {
             state.calls -= 1;
-            if state.calls == 0 && state.unrecorded.is_empty() {
+            if state.calls == 0 {
                 keys.remove(&self.key);
             }
         }

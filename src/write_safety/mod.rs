@@ -52,6 +52,7 @@ mod layer;
 pub mod ledger;
 mod resolve;
 mod settle;
+mod unrecorded;
 mod verdict;
 
 use std::{

@@ -29,6 +29,7 @@ use crate::{
     connection::{BoxFuture, discard},
     deadline::Until,
     error::safe_text,
+    wakers::quietly,
 };
 
 /// Why no quarantine holds.
@@ -166,7 +167,7 @@ impl Checks {
             return Some(place);
         }
         self.wanted.notify_waiters();
-        self.places.acquire().await.ok()
+        quietly(self.places.acquire()).await.ok()
     }
 }
 
@@ -192,8 +193,9 @@ where
         let mut wanted = pin!(self.checks.wanted.notified());
         // Before it has a place, so that it hears of each check that finds none.
         wanted.as_mut().enable();
+        let mut wanted = pin!(quietly(wanted));
         let mut asked = pin!(async {
-            let _place = self.checks.places.acquire().await.ok()?;
+            let _place = quietly(self.checks.places.acquire()).await.ok()?;
             let early = Held::Err("absent, but no fence holds yet".into());
             Some(self.ask(request, facts, &early).await)
         });

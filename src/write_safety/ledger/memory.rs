@@ -10,7 +10,7 @@ use std::{
 use super::{super::conflicts::Keys, Entry, EntryId, Ledger, LedgerError, State, order::Order};
 
 /// How many entries in doubt it holds.
-const MOST: usize = 10_000;
+pub(in super::super) const MOST: usize = 10_000;
 /// How many of them are listed at a time: nobody waits for a whole listing.
 const PORTION: usize = 256;
 

@@ -15,7 +15,9 @@
 //! What the layer does when a ledger fails: a write that cannot be entered is refused
 //! ([`Refusal::Ledger`](crate::Refusal::Ledger), nothing is sent); a replay that cannot be claimed does not
 //! happen; if an outcome cannot be recorded the caller gets it all the same, and the entry stays open, which
-//! errs on the safe side.
+//! errs on the safe side. A doubt that could not be recorded goes on turning away this process's writes with its
+//! conflict key, and each later write with a key has the ledger try again. 10,000 of them are kept; from then on writes
+//! with a key are refused ([`LedgerError::Full`]) until the ledger has recorded some.
 //!
 //! - [`MemoryLedger`], the default, forgets everything with the process. Its entries are those in doubt.
 //! - `DurableLedger` (feature `ledger-durable`) survives a crash of the process and of the machine, for one
@@ -141,6 +143,7 @@ use tokio::time::Instant;
 
 #[cfg(feature = "ledger-durable")]
 pub use self::durable::{DurableLedger, DurableLedgerOptions, decode_durable};
+pub(super) use self::memory::MOST as MOST_IN_DOUBT;
 pub(crate) use self::process::Registrar;
 #[cfg(feature = "ledger-durable")]
 use self::process::servers_of;
@@ -596,7 +599,7 @@ pub enum LedgerError {
         /// Its method.
         method: String,
     },
-    /// It holds as many entries as it may.
+    /// It holds as many entries as it may; or as many ended in doubt with a conflict key that it could not record.
     #[error("the ledger is full: {0} entries in doubt")]
     Full(usize),
     /// The entry of a write, with its conflict key and the arguments that are kept, is longer than one may be.

@@ -771,6 +771,28 @@ async fn a_ledger_dropped_by_the_task_that_its_own_writer_wakes_ends_all_the_sam
     assert_eq!(unsettled(&disk.now()).len(), 1);
 }
 
+#[tokio::test]
+async fn a_waker_that_panics_does_not_end_the_writer() {
+    struct Loud;
+    impl std::task::Wake for Loud {
+        fn wake(self: Arc<Self>) {
+            panic!("as tested");
+        }
+    }
+    let disk = Simulated::default();
+    let ledger = open(&disk);
+    let held = disk.bytes();
+    let mut loud = Box::pin(ledger.enter(entry(1)));
+    assert!(loud.as_mut().poll(&mut Context::from_waker(&Arc::new(Loud).into())).is_pending());
+    let mut other = Box::pin(ledger.enter(entry(2)));
+    assert!(other.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    drop(held);
+    other.await.unwrap();
+    loud.await.unwrap();
+    ledger.enter(entry(3)).await.unwrap();
+    assert_eq!(unsettled(&disk.now()).len(), 3);
+}
+
 // ===== many and long =====
 
 #[tokio::test]

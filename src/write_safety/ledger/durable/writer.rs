@@ -15,6 +15,7 @@ use super::{
     disk::{Disk, ReplaceError},
     format::{self, MOST_FRAME},
 };
+use crate::wakers::unharmed;
 
 /// Within which time a change that nobody waits for is on the disk.
 const SYNC_WITHIN: Duration = Duration::from_millis(100);
@@ -428,9 +429,14 @@ impl<D: Disk> Writer<D> {
         let waiting = inner.undo(lost);
         drop(inner);
         for done in waiting {
-            let _ = done.send(Err(error.clone()));
+            tell(done, Err(error.clone()));
         }
     }
+}
+
+/// Lets one that waits know. Its waker may panic, and must not end the thread that writes.
+fn tell(done: Done, result: Result<(), Failure>) {
+    unharmed(|| drop(done.send(result)));
 }
 
 /// How many wait for these.
@@ -441,7 +447,7 @@ fn waiting(batch: &[Queued]) -> usize {
 /// Tells those that wait. Without the lock: whoever is woken may do anything, also drop the ledger.
 fn confirm(batch: Vec<Queued>) {
     for (done, _) in batch.into_iter().filter_map(|queued| queued.waiter) {
-        let _ = done.send(Ok(()));
+        tell(done, Ok(()));
     }
 }
 
@@ -462,7 +468,7 @@ impl Drop for Stop {
         drop(inner);
         self.0.stopped.notify_all();
         for done in waiting {
-            let _ = done.send(Err(stopped()));
+            tell(done, Err(stopped()));
         }
     }
 }
