@@ -67,7 +67,9 @@ impl<Req, Res> KeyedWrites<Req, Res> {
     /// once without a check, by the fence `deduplicated`, as long as that time has not passed since it was first
     /// handed over; after that only a check can settle it. The time is over when either clock says so, the
     /// monotonic one, which stops while a laptop sleeps, or the wall's; a wall clock that was set back ends it
-    /// too. (One that was set back by as much as the machine has slept meanwhile shows nothing.) As with every replay,
+    /// too. (One that was set back by as much as the machine has slept meanwhile shows nothing.) It goes on while the
+    /// call's deadline [stands still](Call::pause_while_asking); a copy that is still queued then is withdrawn. As with
+    /// every replay,
     /// another write that was handed over since forbids it, unless
     /// [`conflict_key`](super::WriteSafetyLayer::conflict_key) or
     /// [`independent_writes`](super::WriteSafetyLayer::independent_writes) says that the two do not touch each other.
