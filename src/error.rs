@@ -766,7 +766,7 @@ impl fmt::Display for CallError {
         })?;
         Happened(self).fmt(f)?;
         if outcome == Outcome::Unknown && self.is_write_by_default() {
-            f.write_str("; taken for a write: nobody said that it only reads (`read_only`)")?;
+            f.write_str("; taken for a write, since nobody said what it does")?;
         }
         match outcome {
             Outcome::Unknown => f.write_str("; the write may have been applied; verify before repeating"),
@@ -1275,8 +1275,7 @@ mod tests {
     #[test]
     fn an_unknown_call_that_nobody_said_to_be_a_read_or_a_write_says_so() {
         let error = || CallError::ambiguous("reset");
-        let note =
-            "; taken for a write: nobody said that it only reads (`read_only`); the write may have been";
+        let note = "; taken for a write, since nobody said what it does; the write may have been";
         let default = write(error()).judged_by(Basis::Default);
         assert!(default.to_string().contains(note), "{default}");
         for basis in [Basis::Caller, Basis::Protocol, Basis::TrustedAnnotation] {
