@@ -304,7 +304,9 @@ where
             };
             call.set_name(&request);
             call.rare().earlier = error.take_attempts();
-            call.waits();
+            if !off!(HandedBack) {
+                call.waits();
+            }
             let waiter = Waiter::new(Arc::clone(&local.shared));
             let unsent = Unsent::Waiting { request: Some(request), waiter };
             this.state.set(State::Unsent(Box::new(unsent)));
