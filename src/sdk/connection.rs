@@ -626,7 +626,10 @@ impl Inner {
     /// Until when calls in flight put off the end of a silent connection; `None` if none does.
     fn last_deadline(&self, now: Instant, patience: Instant, doomed: &HashSet<u64>) -> Option<Instant> {
         let state = self.lock();
-        let calls = state.calls.values().filter(|call| doomed.contains(&call.key));
+        // Of what is queued nothing was sent, and the next connection may have it; on this one it would wait until its
+        // own deadline.
+        let is_queued = |call: &Exchange| self.kind != Kind::Http && call.frame.is_queued();
+        let calls = state.calls.values().filter(|call| doomed.contains(&call.key) && !is_queued(call));
         // A stream that waits for ever is no reason to wait.
         let calls =
             calls.filter(|call| call.request.method() != "subscriptions/listen" && !call.is_given_up());
