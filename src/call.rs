@@ -18,6 +18,7 @@ use serde::{Serialize, Serializer, ser::SerializeStruct};
 use tokio::time::Instant;
 
 use crate::{
+    CallError, Delivery,
     deadline::{Progress, Until},
     error::Attempt,
     event::Events,
@@ -541,6 +542,23 @@ impl CallContext {
     #[inline]
     pub(crate) fn set_activity(&mut self, activity: Option<Arc<Activity>>) {
         self.activity = activity;
+    }
+
+    /// That the call's or its attempt's time is up before anything of it was sent, as a connection asks when its turn
+    /// comes, where somebody answers for what becomes of it. Whoever waits for it withdraws it then, but may have his
+    /// turn late; and a server may have forgotten the key by which a write could be repeated until then. Reads the clock
+    /// for nothing else.
+    pub(crate) fn overdue(&self) -> Option<CallError> {
+        self.activity.as_ref()?;
+        let (deadline, until) = (self.until(), self.attempt_until);
+        if (!deadline.has_end() && until.is_none()) || off!(AttemptTime) {
+            return None;
+        }
+        let now = Instant::now();
+        if deadline.is_past(now) {
+            return Some(CallError::deadline(Delivery::NotSent));
+        }
+        until.is_some_and(|at| now >= at).then(|| CallError::attempt_timeout(Delivery::NotSent))
     }
 
     /// The marks of the layer further out, which are not this one's.

@@ -143,9 +143,11 @@ where
     /// need to settle a doubt, may finish within `grace`; then the connection closes and its process is
     /// reaped.
     ///
-    /// Returns how many calls were still in flight when the grace was over. Over a connection of this crate
-    /// they end at once, and writes among them are reported; a foreign connection closes when the last clone
-    /// of the stack and the last of its calls are dropped.
+    /// Returns how many calls were still in flight when the grace was over. Those that wait for an answer over a
+    /// connection of this crate end at once, and writes among them are reported; a foreign connection closes when
+    /// the last clone of the stack and the last of its calls are dropped. A write in doubt that waits for its fence or
+    /// its check goes on until that has ended, or its deadline, and is reported then; its check finds no connection
+    /// any more. Drop its future to end it before.
     pub async fn shutdown(&self, grace: Duration) -> usize {
         let shared = &self.seat.shared;
         shared.closing.store(true, Ordering::Release);

@@ -304,7 +304,8 @@ impl Driver {
         if self.out.flushing && !self.poll_flush(cx) {
             return self.draining.is_some();
         }
-        if mem::take(&mut self.notified) && self.upholds.is_some() {
+        let changed = mem::take(&mut self.notified) && self.upholds.is_some();
+        if changed || self.out.has_unsent() {
             self.take_out();
         }
         for _ in 0..ROUNDS {
@@ -413,8 +414,8 @@ impl Driver {
             state.withdrawn = state.withdrawn.saturating_sub(1);
             return;
         }
-        if !self.is_upheld(&exchange) {
-            return self.refuse(exchange);
+        if let Some(error) = self.forbidden(&exchange) {
+            return self.refuse(exchange, error);
         }
         let start = self.out.bytes.len();
         let id = exchange.answered.then(|| self.next_id());
@@ -437,30 +438,44 @@ impl Driver {
         }
     }
 
+    /// Why it must not be begun with, if it must not.
+    fn forbidden(&self, exchange: &Exchange) -> Option<CallError> {
+        match self.is_upheld(exchange) {
+            true => exchange.overdue(),
+            false => Some(CallError::refused(Refusal::EffectChanged)),
+        }
+    }
+
     /// Ends a call whose frame was taken and of which not one byte was or will be written.
-    fn refuse(&mut self, exchange: Arc<Exchange>) {
+    fn refuse(&mut self, exchange: Arc<Exchange>, error: CallError) {
         exchange.mark_withdrawn();
-        let error = named(CallError::refused(Refusal::EffectChanged), &exchange.request);
+        let error = named(error, &exchange.request);
         self.done.push((exchange, Err(error)));
     }
 
-    /// Takes the calls out of the buffer that are not upheld any more, if no byte of them is accepted. Without exact
-    /// writes the transport may hold a copy of what it was offered.
+    /// Takes the calls out of the buffer that must not be begun with any more, if no byte of them is accepted. Without
+    /// exact writes the transport may hold a copy of what it was offered.
     fn take_out(&mut self) {
         if !self.limits.exact_writes {
             return;
         }
         let mut at = 0;
         while let Some(mark) = self.out.marks.get(at) {
-            if mark.start < self.out.accepted || self.is_upheld(&mark.exchange) {
+            let forbidden = match mark.start < self.out.accepted {
+                true => None,
+                false => self.forbidden(&mark.exchange),
+            };
+            let Some(error) = forbidden else {
                 at += 1;
-            } else if let Some(mark) = self.out.marks.remove(at) {
+                continue;
+            };
+            if let Some(mark) = self.out.marks.remove(at) {
                 self.out.bytes.drain(mark.start..mark.end);
                 for later in self.out.marks.range_mut(at..) {
                     later.start -= mark.end - mark.start;
                     later.end -= mark.end - mark.start;
                 }
-                self.refuse(mark.exchange);
+                self.refuse(mark.exchange, error);
             }
         }
     }
@@ -926,6 +941,12 @@ impl Drop for Driver {
 impl Out {
     fn is_done(&self) -> bool {
         self.accepted >= self.bytes.len()
+    }
+
+    /// Whether a call lies in it whose time may be up before its first byte is accepted.
+    fn has_unsent(&self) -> bool {
+        let is_unsent = |mark: &Mark| mark.start >= self.accepted && mark.exchange.is_watched();
+        !self.is_done() && self.marks.iter().any(is_unsent)
     }
 
     fn reset(&mut self) {

@@ -88,6 +88,17 @@ impl Exchange {
         }
     }
 
+    /// Whether somebody answers for what becomes of its bytes.
+    pub(super) fn is_watched(&self) -> bool {
+        self.request.context().activity().is_some()
+    }
+
+    /// That its time was up before its turn came.
+    pub(super) fn overdue(&self) -> Option<CallError> {
+        let error = self.request.context().overdue()?;
+        Some(error.with_request(self.request.for_attempt()))
+    }
+
     /// Ends the call, or gives the outcome back if nobody waits for it any more.
     pub(super) fn complete(&self, outcome: Outcome) -> Result<(), Outcome> {
         let mut slot = self.slot();

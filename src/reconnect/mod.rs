@@ -173,9 +173,6 @@ impl<M: Service<()>> Reconnect<M> {
     /// That connection, for the one call that it is ready for.
     #[inline]
     pub(crate) fn take_ready(&mut self) -> Option<&mut M::Response> {
-        if self.found_dead.is_some() {
-            self.forget_dead();
-        }
         let link = self.link.as_mut()?;
         link.ready = false;
         Some(&mut link.connection)
@@ -196,6 +193,10 @@ where
     /// Always ready: a call waits for its connection where its deadline counts.
     #[inline]
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        if self.found_dead.is_some() {
+            // By a call that was refused since.
+            self.forget_dead();
+        }
         if let Some(link) = self.link() {
             match link.connection.poll_ready(cx) {
                 Poll::Ready(Ok(())) => link.ready = true,
@@ -221,7 +222,6 @@ where
                 // Where a layer lies above, it has seen to that.
                 && !(outermost && is_over(request.context()))
             {
-                self.found_dead = None;
                 return ResponseFuture::sent(request, effect, outermost, link);
             }
             link.release();

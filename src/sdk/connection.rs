@@ -534,15 +534,19 @@ impl Inner {
         loss
     }
 
-    /// Whether the call may go out now: if the annotation by which it was taken for harmless was taken back while it
-    /// waited for its turn, it is refused.
+    /// Whether the call may go out now: if its time is up, or the annotation by which it was taken for harmless was taken
+    /// back while it waited for its turn, it is refused.
     pub(super) fn lets_go_out(&self, exchange: &Exchange) -> bool {
         let request = &exchange.request;
+        if request.context().overdue().is_some() {
+            exchange.refuse(Sight::Overdue);
+            return false;
+        }
         let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);
         if goes || off!(Annotation) {
             return true;
         }
-        exchange.refuse();
+        exchange.refuse(Sight::EffectChanged);
         false
     }
 

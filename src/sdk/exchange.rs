@@ -153,7 +153,7 @@ impl Exchange {
             self.gone.notify_one();
             return true;
         }
-        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged))
+        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged | Sight::Overdue))
     }
 
     /// Resolves when the frame was withdrawn by whoever waits for the call.
@@ -161,11 +161,11 @@ impl Exchange {
         self.gone.notified().await;
     }
 
-    /// The call is not what it was taken for, and does not go out.
-    pub(super) fn refuse(&self) {
+    /// It does not go out, for that reason.
+    pub(super) fn refuse(&self, why: Sight) {
         if self.frame.withdraw() {
             self.mark_withdrawn();
-            self.saw(Sight::EffectChanged);
+            self.saw(why);
         }
     }
 

@@ -258,6 +258,11 @@ impl Hold {
         self.of.lock().get(&self.key)?.in_the_way(self.id, self.left).cloned()
     }
 
+    /// Whether another call with its key has ended in doubt since this one began: it may still land, over a replay too.
+    pub(super) fn is_left_in_doubt(&self) -> bool {
+        self.of.lock().get(&self.key).is_some_and(|state| state.left != self.left)
+    }
+
     /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
     pub(super) fn end_in_doubt(&self, method: &str) {
         self.doubt(method);
@@ -316,7 +321,8 @@ impl Gate for InLine {
         let Some(state) = keys.get_mut(key) else { return false };
         let is_last = self.of.is_last_keyed(state, *place);
         if self.replay {
-            return is_last || self.independent || off!(ReplayWait);
+            let is_left_in_doubt = state.left != self.left && !off!(KeyInDoubt);
+            return (is_last || self.independent || off!(ReplayWait)) && !is_left_in_doubt;
         }
         if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
             return false;

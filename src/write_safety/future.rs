@@ -46,6 +46,8 @@ const LEAST_ATTEMPT: Duration = Duration::from_millis(1);
 const ATTEMPTS_KEPT: usize = 64;
 /// What a replay by a quarantine is not made for, or was made in spite of.
 const OUTLIVED: &str = "the old process is still there, so that no fence holds";
+/// Nor this one, over which what another call has left might still land.
+const LEFT_IN_DOUBT: &str = "not replayed: another write with its conflict key has ended in doubt since";
 
 /// The future of a [`WriteSafety`](super::WriteSafety) service's call.
 #[pin_project(PinnedDrop)]
@@ -246,14 +248,19 @@ where
         Self(Some(Box::into_pin(Box::write(place, write))))
     }
 
-    /// Its service is called now.
+    /// Its service is called now. `false`: it must not be, since its key came into doubt while the caller's functions were
+    /// asked about it.
     #[inline(always)]
-    pub(super) fn hand_over(&mut self) {
+    pub(super) fn hand_over(&mut self) -> bool {
         if let Some(write) = &mut self.0 {
             let call = write.as_mut().project().call;
+            if call.parts.hold.as_deref().and_then(Hold::in_its_way).is_some() && !off!(KeyInDoubt) {
+                return false;
+            }
             call.count_hand_over();
             call.handing_over = true;
         }
+        true
     }
 
     /// Its service has been called.
@@ -265,15 +272,17 @@ where
         ResponseFuture { attempt: Some(attempt), kind: self.0.take().map_or(Kind::Done, Kind::Write) }
     }
 
-    /// Lets its ledger enter it first.
+    /// Lets its ledger enter it first, if that cannot be done at once, and looks at its key again then.
     #[cold]
     pub(super) fn enter(mut self, request: Req, service: impl FnOnce() -> S) -> ResponseFuture<S, Req> {
         // It is not handed over: should the service or the ledger panic, there is nothing to report.
         let write = self.0.take().map(|mut write| {
             let service = service();
             let call = write.as_mut().project().call;
-            let Parts { account, name, effect, hold, .. } = &mut call.parts;
-            account.enter(name, *effect, hold.as_deref());
+            let Parts { account, name, effect, hold, lane, .. } = &mut call.parts;
+            if lane.shared.ledger.memory().is_none() {
+                account.enter(name, *effect, hold.as_deref());
+            }
             call.way = Some(Box::new(Way {
                 service,
                 request,
@@ -824,6 +833,11 @@ where
                 self.keep_replaced();
                 return Poll::Ready(Err(self.last_error().note(OUTLIVED)));
             }
+            if self.parts.hold.as_deref().is_some_and(Hold::is_left_in_doubt) && !off!(KeyInDoubt) {
+                self.way = None;
+                self.keep_replaced();
+                return Poll::Ready(Err(self.last_error().note(LEFT_IN_DOUBT)));
+            }
             self.parts.account.claim();
         }
         // The ledger comes last, so that what it grants is used at once.
@@ -891,6 +905,9 @@ where
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
                 let end = end.filter(|_| !off!(WindowWait));
                 self.parts.current = Attempted::bounded(&mut request, end, self.guard());
+                // What it replaces is dropped before it goes, which is foreign code: it is asked once more then.
+                self.parts.current.activity.waits();
+                self.stand_in_line();
             }
         }
         if let Some(above) = &self.parts.above {

@@ -405,8 +405,7 @@ where
             outermost,
             above,
         });
-        if self.shared.ledger.memory().is_some() {
-            begun.hand_over();
+        if self.shared.ledger.memory().is_some() && begun.hand_over() {
             return begun.handed_over(self.inner.call(request));
         }
         begun.enter(request, || {

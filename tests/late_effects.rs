@@ -1,0 +1,1772 @@
+//! A single stack under attack, with true declarations: fences that come late or not at all, trusted refusals, early looks,
+//! panics of the caller's functions, ledgers that do what they say they could not, in any order of turns.
+//!
+//! `GOAROUND_TURNS=n` gives random turns to n worlds instead of 300, and `GOAROUND_TURN=s` begins with that one and prints
+//! what happens. `GOAROUND_LIE=quarantine`, `key` or `exit` makes what is declared false: harm must then be found.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use goaround::{
+    BoxError, Call, CallError, Cause, Effect, Evidence, Exit, InDoubt, Outcome, Pause, Progress,
+    RetryReadOnly, Stack, WriteSafetyLayer,
+    jsonrpc::{self, Client, Request, Response},
+    write_safety::{
+        KeyedWrites,
+        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, State},
+    },
+};
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    sync::watch,
+    time::{Instant, advance},
+};
+use tokio_test::task;
+use tower::{Service, ServiceExt};
+
+type Safety = WriteSafetyLayer<Request, Response>;
+type Doubt = InDoubt<Request, Response>;
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+/// Nothing lands later than this after its last byte, where that is declared.
+const LATEST: Duration = Duration::from_millis(40);
+
+/// For how long the server keeps an idempotency key.
+const WINDOW: Duration = Duration::from_millis(150);
+
+#[derive(Clone)]
+struct Dice(Arc<AtomicU64>);
+
+impl Dice {
+    fn new(seed: u64) -> Self {
+        let dice = Self(Arc::new(AtomicU64::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)));
+        for _ in 0..10 {
+            dice.roll(2);
+        }
+        dice
+    }
+
+    fn roll(&self, sides: u64) -> u64 {
+        let mut x = self.0.load(Ordering::Relaxed);
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        self.0.store(x, Ordering::Relaxed);
+        (x >> 11) % sides
+    }
+
+    fn once_in(&self, sides: u64) -> bool {
+        self.roll(sides) == 0
+    }
+
+    fn ms(&self, most: u64) -> Duration {
+        Duration::from_millis(self.roll(most))
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Step {
+    /// To a connection.
+    Given(u64),
+    Seen(u64),
+    Lands(u64),
+}
+
+/// The server: its processes, and what they have done.
+#[derive(Default)]
+struct World {
+    log: Vec<Step>,
+    processes: Vec<Process>,
+    trace: bool,
+    /// The idempotency keys that it keeps, and until when.
+    kept: HashMap<String, Instant>,
+}
+
+struct Process {
+    io: Option<DuplexStream>,
+    inbox: Vec<u8>,
+    /// Lands then, and whether it is answered.
+    due: Vec<(Instant, u64, Option<Value>)>,
+    dead: bool,
+    gone_at: Option<Instant>,
+    gone: watch::Sender<bool>,
+    stalled: bool,
+}
+
+#[derive(Clone)]
+struct Net {
+    world: Arc<Mutex<World>>,
+    /// The processes of its stack.
+    mine: Arc<Mutex<Vec<usize>>>,
+    dice: Dice,
+    exit_ends: bool,
+    waits: bool,
+    fails: bool,
+}
+
+#[derive(Clone)]
+struct Adapter {
+    client: Client,
+    world: Arc<Mutex<World>>,
+    gone: watch::Receiver<bool>,
+    exit_ends: bool,
+}
+
+struct Adapted {
+    future: jsonrpc::ResponseFuture,
+    gone: watch::Receiver<bool>,
+    exit_ends: bool,
+}
+
+fn adapt(gone: &watch::Receiver<bool>, exit_ends: bool, error: CallError) -> CallError {
+    if let Cause::Closed(_) = error.cause() {
+        let mut gone = gone.clone();
+        let error = error.with_exit(async move {
+            let _ = gone.wait_for(|gone| *gone).await;
+            Exit::new(None, true)
+        });
+        return if exit_ends { error.exit_ends_effects() } else { error };
+    }
+    let Some(answer) = error.answer() else { return error };
+    match answer.code {
+        429 => {
+            let wait = answer.data.as_ref().and_then(Value::as_u64).unwrap_or_default();
+            CallError::evidence(Evidence::TooManyRequests, error).after(Duration::from_millis(wait))
+        }
+        500 => CallError::ambiguous(error),
+        _ => error,
+    }
+}
+
+impl Future for Adapted {
+    type Output = Result<Response, CallError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let answer = Pin::new(&mut self.future).poll(cx);
+        answer.map_err(|error| adapt(&self.gone, self.exit_ends, error))
+    }
+}
+
+impl Service<Request> for Adapter {
+    type Response = Response;
+    type Error = CallError;
+    type Future = Adapted;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        let Self { gone, exit_ends, .. } = self.clone();
+        self.client.poll_ready(cx).map_err(|error| adapt(&gone, exit_ends, error))
+    }
+
+    fn call(&mut self, request: Request) -> Adapted {
+        let Self { client, gone, exit_ends, world } = self.clone();
+        if request.method().starts_with("put/") {
+            let number = number_of(&request);
+            world.lock().unwrap().trace(|| format!("{number} is given"));
+            world.lock().unwrap().log.push(Step::Given(number));
+        }
+        Adapted { future: client.request(request), gone, exit_ends }
+    }
+}
+
+impl Service<()> for Net {
+    type Response = Adapter;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Adapter, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, (): ()) -> Self::Future {
+        let net = self.clone();
+        Box::pin(async move {
+            let last = net.mine.lock().unwrap().last().copied();
+            let last = last.map(|at| net.lock().processes[at].gone.subscribe());
+            if net.waits
+                && let Some(mut last) = last
+            {
+                let _ = last.wait_for(|gone| *gone).await;
+            }
+            match net.dice.roll(6) {
+                0 => tokio::time::sleep(net.dice.ms(20)).await,
+                1 if net.fails => return Err("refused".into()),
+                _ => {}
+            }
+            let (ours, theirs) = duplex(1 << 9);
+            let gone = watch::Sender::new(false);
+            let receiver = gone.subscribe();
+            let mut world = net.lock();
+            net.mine.lock().unwrap().push(world.processes.len());
+            world.processes.push(Process {
+                io: Some(theirs),
+                inbox: Vec::new(),
+                due: Vec::new(),
+                dead: false,
+                gone_at: None,
+                gone,
+                stalled: false,
+            });
+            drop(world);
+            let client = Client::builder().connect(ours);
+            Ok(Adapter { client, world: Arc::clone(&net.world), gone: receiver, exit_ends: net.exit_ends })
+        })
+    }
+}
+
+impl Net {
+    fn lock(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap()
+    }
+}
+
+impl World {
+    fn trace(&self, what: impl FnOnce() -> String) {
+        if self.trace {
+            static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+            println!("{:?}: {}", START.get_or_init(Instant::now).elapsed(), what());
+        }
+    }
+
+    fn landed(&self, number: u64) -> bool {
+        self.log.contains(&Step::Lands(number))
+    }
+
+    fn dies(&mut self, at: usize, after: Duration) {
+        let process = &mut self.processes[at];
+        if !process.dead {
+            process.dead = true;
+            process.io = None;
+            process.inbox.clear();
+            process.gone_at = Some(Instant::now() + after);
+            self.trace(|| format!("{at} dies, gone after {after:?}"));
+        }
+    }
+
+    /// What is due by now, in the order of time.
+    fn catch_up(&mut self, exit_ends: bool, answers: &mut Vec<(usize, Value)>) -> Result<(), String> {
+        let now = Instant::now();
+        loop {
+            let lands = self.processes.iter().enumerate().flat_map(|(at, process)| {
+                process.due.iter().enumerate().map(move |(due, it)| (it.0, at, Some(due)))
+            });
+            let ends = self.processes.iter().enumerate().filter(|(_, process)| !*process.gone.borrow());
+            let ends = ends.filter_map(|(at, process)| Some((process.gone_at?, at, None)));
+            let Some((when, at, due)) = lands.chain(ends).min_by_key(|it| it.0) else { return Ok(()) };
+            if when > now {
+                return Ok(());
+            }
+            match due {
+                Some(due) => {
+                    let (_, number, answer) = self.processes[at].due.remove(due);
+                    self.lands(number)?;
+                    if let (Some(answer), false) = (answer, self.processes[at].dead) {
+                        answers.push((at, answer));
+                    }
+                }
+                None => {
+                    let lie = std::env::var("GOAROUND_LIE").is_ok_and(|lie| lie == "exit");
+                    if exit_ends && !lie {
+                        self.processes[at].due.clear();
+                    }
+                    self.trace(|| format!("{at} is gone"));
+                    self.processes[at].gone.send_replace(true);
+                }
+            }
+        }
+    }
+
+    fn lands(&mut self, number: u64) -> Result<(), String> {
+        self.trace(|| format!("{number} lands"));
+        if self.landed(number) {
+            return Err(format!("{number} lands twice"));
+        }
+        self.log.push(Step::Lands(number));
+        Ok(())
+    }
+}
+
+/// A ledger that takes its time, fails, and has done at times what it failed at.
+struct Slow(MemoryLedger, Dice);
+
+impl Slow {
+    async fn wait(&self) -> Result<(), LedgerError> {
+        tokio::time::sleep(self.1.ms(5)).await;
+        if self.1.once_in(25) {
+            return Err(LedgerError::Unavailable("as it happens".into()));
+        }
+        Ok(())
+    }
+}
+
+impl Ledger for Slow {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.wait().await?;
+        let (id, revision) = (entry.id, 0);
+        let done = self.0.enter(entry).await;
+        traced(|| format!("ledger: enter {id} {revision} {done:?}"));
+        self.wait().await?;
+        done
+    }
+
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.wait().await?;
+        let what = format!("{state:?}");
+        let done = self.0.settle(id, revision, state).await;
+        traced(|| format!("ledger: settle {id} {revision} {what} {done:?}"));
+        self.wait().await?;
+        done
+    }
+
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.wait().await?;
+        let done = self.0.claim(id, revision).await;
+        traced(|| format!("ledger: claim {id} {revision} {done:?}"));
+        self.wait().await?;
+        done
+    }
+
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+}
+
+fn traced(what: impl FnOnce() -> String) {
+    if std::env::var_os("GOAROUND_TURN").is_some() {
+        println!("{}", what());
+    }
+}
+
+fn number_of(request: &Request) -> u64 {
+    request.method().strip_prefix("put/").map_or(0, |number| number.parse().unwrap())
+}
+
+/// From a hundred on each write has one.
+fn key_of(number: u64, keys: u64) -> Option<u64> {
+    if keys >= 100 {
+        return Some(number % (keys - 99));
+    }
+    (keys > 0 && number % (keys + 1) < keys).then(|| number % (keys + 1))
+}
+
+async fn settle() {
+    for _ in 0..40 {
+        tokio::task::yield_now().await;
+    }
+}
+
+fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Option<F::Output> {
+    match future.poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(output) => Some(output),
+        Poll::Pending => None,
+    }
+}
+
+#[derive(Default, Clone, Copy)]
+struct Counts {
+    replays: u64,
+    told: u64,
+    unknown: u64,
+    trusted: u64,
+}
+
+async fn run(seed: u64) -> Result<Counts, String> {
+    let dice = Dice::new(seed);
+    let fence = dice.roll(4); // 0 exit, 1 quarantine, 2 both, 3 none
+    let (exit_ends, quarantined) = (fence == 0 || fence == 2, fence == 1 || fence == 2);
+    let world = Arc::new(Mutex::new(World::default()));
+    world.lock().unwrap().trace = std::env::var_os("GOAROUND_TURN").is_some();
+    let mut keys = dice.roll(6);
+    let two = keys > 0 && dice.once_in(2);
+    if two {
+        keys += 99;
+    }
+    let panics = dice.once_in(2);
+    let refuses = dice.once_in(6);
+    let keyed = dice.once_in(3);
+    let eager = quarantined || keyed;
+    let trusts = dice.once_in(2);
+    let independent = dice.once_in(3) && (trusts || !refuses);
+    let events = Arc::new(Mutex::new(HashMap::<String, (u64, u64)>::new()));
+    let result_lost = Arc::new(Mutex::new(HashSet::<String>::new()));
+    let mut stacks: Vec<Stack<Net, Request, Response>> = Vec::new();
+    for _ in 0..1 + usize::from(two) {
+        let net = Net {
+            world: Arc::clone(&world),
+            mine: Arc::default(),
+            dice: dice.clone(),
+            exit_ends,
+            waits: dice.once_in(2),
+            fails: dice.once_in(2),
+        };
+        let mine = Arc::clone(&net.mine);
+        let mut safety = match refuses {
+            true => Safety::refuse(),
+            false => Safety::new({
+                let (world, dice) = (Arc::clone(&world), dice.clone());
+                move |doubt: Doubt| {
+                    let (world, dice, mine) = (Arc::clone(&world), dice.clone(), Arc::clone(&mine));
+                    let number = number_of(doubt.request());
+                    assert!(!(panics && dice.once_in(20)), "the check");
+                    async move {
+                        if dice.once_in(2) {
+                            tokio::time::sleep(dice.ms(30)).await;
+                        }
+                        if dice.once_in(3) {
+                            doubt.probe(Request::new("list", ()).unwrap().read_only()).await?;
+                        }
+                        if dice.once_in(20) {
+                            std::future::pending::<()>().await;
+                        }
+                        assert!(!(panics && dice.once_in(20)), "the check");
+                        let landed = world.lock().unwrap().landed(number);
+                        let gone = {
+                            let world = world.lock().unwrap();
+                            world.trace(|| format!("checks {number}: {landed} {:?}", doubt.fence()));
+                            doubt
+                                .attempts()
+                                .iter()
+                                .any(|attempt| attempt.delivery == goaround::Delivery::Ambiguous)
+                                && doubt.attempts().iter().all(|attempt| {
+                                    attempt.generation.is_none_or(|number| {
+                                        let at = mine.lock().unwrap().get(number as usize - 1).copied();
+                                        let process = at.and_then(|at| world.processes.get(at));
+                                        process.is_some_and(|process| {
+                                            *process.gone.borrow() && process.due.is_empty()
+                                        })
+                                    })
+                                })
+                        };
+                        Ok::<_, BoxError>(match landed {
+                            true if dice.once_in(2) => doubt.landed_without_result(),
+                            true => doubt.landed(Response::new(0).unwrap()),
+                            false if dice.once_in(8) => doubt.in_flight(dice.ms(20)),
+                            false if dice.once_in(20) => doubt.partial(),
+                            false if gone && dice.once_in(2) => {
+                                doubt.not_landed_because("the server says so")
+                            }
+                            false => doubt.not_landed(),
+                        })
+                    }
+                }
+            }),
+        };
+        if quarantined && !refuses {
+            let lie = std::env::var("GOAROUND_LIE").is_ok_and(|lie| lie == "quarantine");
+            safety = safety.quarantine(if lie { MS } else { LATEST + 5 * MS });
+        }
+        if dice.once_in(2) && !refuses {
+            safety = safety.look_first();
+        }
+        if dice.once_in(2) && !refuses {
+            safety = safety.landed_with(move |_| Response::new(1).unwrap());
+        }
+        if dice.once_in(2) && !refuses {
+            safety = safety.max_checks(1 + dice.roll(2) as usize);
+        }
+        if dice.once_in(2) && !refuses {
+            safety = safety.check_timeout(10 * MS + dice.ms(60));
+        }
+        if keyed {
+            safety =
+                safety.keyed(KeyedWrites::param("/key").honoured_for(match std::env::var("GOAROUND_LIE") {
+                    Ok(lie) if lie == "key" => 5 * WINDOW,
+                    _ => WINDOW,
+                }));
+        }
+        if trusts {
+            safety = safety.trust(Evidence::TooManyRequests);
+        }
+        if independent {
+            safety = safety.independent_writes();
+        }
+        safety = safety.conflict_key({
+            let dice = dice.clone();
+            move |request: &Request| {
+                assert!(!(panics && dice.once_in(40)), "the key");
+                key_of(number_of(request), keys)
+            }
+        });
+        match stacks.first() {
+            Some(first) => safety = safety.ledger(first.ledger()),
+            None if dice.once_in(2) => safety = safety.ledger(Slow(MemoryLedger::new(), dice.clone())),
+            None => {}
+        }
+        if dice.once_in(2) {
+            safety = safety.attempt_timeout(10 * MS + dice.ms(100));
+        }
+        let mut retry = RetryReadOnly.attempts(1 + dice.roll(4) as u32);
+        if dice.once_in(2) {
+            retry = retry.attempt_timeout(10 * MS + dice.ms(60));
+        }
+        let sink = Arc::clone(&events);
+        let sinks = dice.clone();
+        let lost = Arc::clone(&result_lost);
+        let stack = Stack::builder(net.clone())
+            .deadline(SECOND)
+            .reconnect(goaround::ReconnectLayer::once().crash_loop(u32::MAX, SECOND))
+            .retry(retry)
+            .writes(safety)
+            .on_event(move |event| {
+                match event {
+                    goaround::Event::InDoubt(report) => {
+                        let unknown =
+                            matches!(report.outcome, Some(Outcome::Unknown | Outcome::DoneResultLost));
+                        let mut events = sink.lock().unwrap();
+                        let entry = events.entry(report.call.to_string()).or_default();
+                        if unknown {
+                            entry.0 += 1
+                        } else {
+                            entry.1 += 1
+                        }
+                        if report.outcome == Some(Outcome::DoneResultLost) {
+                            lost.lock().unwrap().insert(report.call.to_string());
+                        }
+                    }
+                    goaround::Event::Abandoned(report) => {
+                        let mut events = sink.lock().unwrap();
+                        let entry = events.entry(report.call.unwrap().to_string()).or_default();
+                        if report.outcome == Some(Outcome::Unknown) { entry.0 += 1 } else { entry.1 += 1 }
+                    }
+                    _ => {}
+                }
+                assert!(!(panics && sinks.once_in(20)), "the sink");
+            })
+            .build()
+            .unwrap();
+        stacks.push(stack);
+    }
+    type Calling = task::Spawn<Pin<Box<dyn Future<Output = Result<Response, CallError>> + Send>>>;
+    struct Under {
+        number: u64,
+        id: String,
+        write: bool,
+        until: Instant,
+        call: Calling,
+        asked: bool,
+        pause: Option<Pause>,
+        moves: Option<Arc<Progress>>,
+    }
+    let mut calls: Vec<Under> = Vec::new();
+    let (mut next, mut counts) = (1, Counts::default());
+    let mut ended: Vec<(u64, Option<Outcome>)> = Vec::new();
+    let mut shutdown = None;
+    let strict = dice.once_in(2);
+    let busy = dice.once_in(4);
+    let few = 1 + dice.roll(4) as usize;
+    // The keys in doubt of calls that have ended, and the writes that were called since.
+    let mut doubts: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut must_not: HashMap<u64, u64> = HashMap::new();
+    let mut steps = 0;
+    loop {
+        steps += 1;
+        let is_over = steps > 500;
+        if is_over && calls.is_empty() {
+            break;
+        }
+        if steps > 8000 {
+            return Err(format!("{} hang", calls.len()));
+        }
+        let mut answers = Vec::new();
+        world.lock().unwrap().catch_up(exit_ends, &mut answers)?;
+        for (at, answer) in answers {
+            write_line(&world, at, &answer);
+        }
+        // What is sent is there at once, but for a server that stalls.
+        drain(&world, eager);
+        let never = refuses && !trusts && !keyed;
+        let processes = world.lock().unwrap().processes.len();
+        for at in 0..if eager { processes } else { 0 } {
+            serve(at, &world, &dice, keys, independent, never, is_over, &must_not, &mut counts, eager)?;
+        }
+        match dice.roll(12) {
+            0 | 1 if !is_over && (busy || calls.len() < few) => {
+                let write = !dice.once_in(4);
+                let mut request = match write {
+                    true => Request::new(format!("put/{next}"), json!({})).unwrap().as_effect(Effect::Write),
+                    false if dice.once_in(2) => {
+                        Request::new("large", json!({ "of": "x".repeat(3 << 10) })).unwrap().read_only()
+                    }
+                    false => Request::new("list", ()).unwrap().read_only(),
+                };
+                let limit = match dice.once_in(30) {
+                    true => Duration::ZERO,
+                    false => 20 * MS + dice.ms(600),
+                };
+                request = request.within(limit);
+                if dice.once_in(5) {
+                    request = request.pause_while_asking();
+                }
+                let moves = request.context().progress().cloned();
+                let id = request.context_mut().assign_id().to_string();
+                let mut service = stacks[dice.roll(stacks.len() as u64) as usize].clone();
+                service.ready().await.unwrap();
+                let number = next;
+                next += 1;
+                let Ok(call) = catch_unwind(AssertUnwindSafe(|| service.call(request))) else {
+                    ended.push((number, Some(Outcome::NotDone)));
+                    continue;
+                };
+                if let Some(key) = key_of(number, keys).filter(|_| write)
+                    && let Some(by) = doubts.get(&key)
+                {
+                    must_not.insert(number, *by);
+                }
+                world.lock().unwrap().trace(|| format!("calls {number} write {write} {limit:?}"));
+                calls.push(Under {
+                    number,
+                    id,
+                    write,
+                    until: Instant::now() + limit,
+                    call: task::spawn(Box::pin(call)),
+                    asked: false,
+                    pause: None,
+                    moves,
+                });
+                if dice.once_in(3) {
+                    continue;
+                }
+                let last = calls.len() - 1;
+                calls[last].asked = true;
+                if let Poll::Ready(result) = calls[last].call.poll() {
+                    let under = calls.remove(last);
+                    end(&under.id, under.number, under.write, &result, &events, &mut ended, &mut counts)?;
+                    note_doubt(under.number, under.write, &result, keys, &mut doubts);
+                }
+            }
+            2..=5 if !calls.is_empty() => {
+                let at = dice.roll(calls.len() as u64) as usize;
+                let under = &mut calls[at];
+                let now = Instant::now();
+                if strict && !under.call.is_woken() && steps % 7 != 0 {
+                    continue;
+                }
+                if let Some(moves) = &under.moves {
+                    match dice.roll(6) {
+                        0 if !is_over => under.pause = Some(moves.pause()),
+                        1 | 2 => under.pause = None,
+                        _ if is_over => under.pause = None,
+                        _ => {}
+                    }
+                }
+                let late = now >= under.until + MS && under.moves.is_none();
+                if late && under.asked && !under.call.is_woken() {
+                    settle().await;
+                    if !under.call.is_woken() {
+                        return Err(format!("{} was not woken at its deadline", under.number));
+                    }
+                }
+                under.asked = true;
+                let polled = catch_unwind(AssertUnwindSafe(|| under.call.poll()));
+                let Ok(polled) = polled else {
+                    return Err(format!("{} panics", under.number));
+                };
+                world.lock().unwrap().trace(|| format!("polls {}: {polled:?}", under.number));
+                match polled {
+                    Poll::Pending if late => {
+                        let woken = under.call.is_woken();
+                        return Err(format!("{} outlasts its deadline, woken {woken}", under.number));
+                    }
+                    Poll::Pending => {}
+                    Poll::Ready(result) => {
+                        let under = calls.remove(at);
+                        end(&under.id, under.number, under.write, &result, &events, &mut ended, &mut counts)?;
+                        note_doubt(under.number, under.write, &result, keys, &mut doubts);
+                    }
+                }
+            }
+            6 if !calls.is_empty() && dice.once_in(6) => {
+                let at = dice.roll(calls.len() as u64) as usize;
+                let Under { number, id, write, call, .. } = calls.remove(at);
+                drop(call);
+                world.lock().unwrap().trace(|| format!("drops {number}"));
+                let (unknown, known) = events.lock().unwrap().remove(&id).unwrap_or_default();
+                if unknown + known > 1 {
+                    return Err(format!("{number} abandoned {unknown} {known} times"));
+                }
+                world.lock().unwrap().trace(|| format!("{number} is abandoned: {unknown} {known}"));
+                if write && unknown + known == 0 {
+                    ended.push((number, Some(Outcome::NotDone)));
+                }
+                if write
+                    && unknown == 1
+                    && !result_lost.lock().unwrap().contains(&id)
+                    && let Some(key) = key_of(number, keys)
+                {
+                    doubts.insert(key, number);
+                }
+            }
+            7 if dice.once_in(60) && shutdown.is_none() => {
+                let (stack, grace) = (stacks[0].clone(), dice.ms(100));
+                world.lock().unwrap().trace(|| "shutdown".to_owned());
+                shutdown = Some(task::spawn(Box::pin(async move { stack.shutdown(grace).await })));
+            }
+            8 if dice.once_in(3) && shutdown.is_some() => {
+                let done = shutdown.as_mut().is_some_and(|shutdown| shutdown.poll().is_ready());
+                shutdown.take_if(|_| done);
+            }
+            7 | 8 => settle().await,
+            9 => advance(dice.ms(15)).await,
+            _ => {
+                let alive: Vec<_> = {
+                    let world = world.lock().unwrap();
+                    (0..world.processes.len()).filter(|at| !world.processes[*at].dead).collect()
+                };
+                if !alive.is_empty() {
+                    let at = alive[dice.roll(alive.len() as u64) as usize];
+                    serve(
+                        at,
+                        &world,
+                        &dice,
+                        keys,
+                        independent,
+                        never,
+                        is_over,
+                        &must_not,
+                        &mut counts,
+                        eager,
+                    )?;
+                }
+            }
+        }
+    }
+    // What lands late.
+    for _ in 0..40 {
+        advance(10 * MS).await;
+        world.lock().unwrap().catch_up(exit_ends, &mut Vec::new())?;
+    }
+    let world = world.lock().unwrap();
+    for (number, outcome) in &ended {
+        let landed = world.landed(*number);
+        match outcome {
+            None if !landed => return Err(format!("{number} lost")),
+            Some(Outcome::NotDone) if landed => return Err(format!("{number} was done")),
+            Some(Outcome::DoneResultLost) if !landed => return Err(format!("{number} was not done")),
+            _ => {}
+        }
+    }
+    if let Some((id, (unknown, _))) = events.lock().unwrap().iter().find(|(_, it)| it.0 > 0) {
+        return Err(format!("{id} reported {unknown} more"));
+    }
+    Ok(counts)
+}
+
+fn note_doubt(
+    number: u64,
+    write: bool,
+    result: &Result<Response, CallError>,
+    keys: u64,
+    doubts: &mut BTreeMap<u64, u64>,
+) {
+    if let (true, Err(error)) = (write, result)
+        && error.outcome() == Outcome::Unknown
+        && let Some(key) = key_of(number, keys)
+    {
+        doubts.insert(key, number);
+    }
+}
+
+fn end(
+    id: &str,
+    number: u64,
+    write: bool,
+    result: &Result<Response, CallError>,
+    events: &Mutex<HashMap<String, (u64, u64)>>,
+    ended: &mut Vec<(u64, Option<Outcome>)>,
+    counts: &mut Counts,
+) -> Result<(), String> {
+    let outcome = result.as_ref().err().map(CallError::outcome);
+    let (unknown, known) = events.lock().unwrap().remove(id).unwrap_or_default();
+    if !write {
+        return match outcome {
+            None | Some(Outcome::NoAnswer | Outcome::NotDone) if unknown + known == 0 => Ok(()),
+            _ => Err(format!("a read {outcome:?}, reported {unknown} {known}")),
+        };
+    }
+    let expected = u64::from(matches!(outcome, Some(Outcome::Unknown | Outcome::DoneResultLost)));
+    if unknown != expected || known > 1 {
+        return Err(format!("{outcome:?} reported {unknown} times, {known}"));
+    }
+    counts.told += u64::from(outcome.is_none());
+    counts.unknown += expected;
+    ended.push((number, outcome));
+    Ok(())
+}
+
+fn drain(world: &Mutex<World>, quarantined: bool) {
+    let mut world = world.lock().unwrap();
+    for process in &mut world.processes {
+        if process.stalled && !quarantined {
+            continue;
+        }
+        let Some(io) = &mut process.io else { continue };
+        let mut buffer = [0; 256];
+        while let Some(Ok(read @ 1..)) = poll_once(Box::pin(io.read(&mut buffer)).as_mut()) {
+            process.inbox.extend(&buffer[..read]);
+            if process.inbox.len() > 1 << 10 && !quarantined {
+                break;
+            }
+        }
+    }
+}
+
+fn write_line(world: &Mutex<World>, at: usize, answer: &Value) {
+    let line = format!("{answer}\n");
+    if let Some(io) = &mut world.lock().unwrap().processes[at].io {
+        let _ = poll_once(Box::pin(io.write_all(line.as_bytes())).as_mut());
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "a test")]
+fn serve(
+    at: usize,
+    world: &Mutex<World>,
+    dice: &Dice,
+    keys: u64,
+    independent: bool,
+    never: bool,
+    is_over: bool,
+    must_not: &HashMap<u64, u64>,
+    counts: &mut Counts,
+    quarantined: bool,
+) -> Result<(), String> {
+    let mut locked = world.lock().unwrap();
+    if locked.processes[at].dead {
+        return Ok(());
+    }
+    if dice.once_in(if quarantined { 40 } else { 12 }) && !is_over {
+        locked.dies(at, dice.ms(60));
+        return Ok(());
+    }
+    if dice.once_in(10) {
+        locked.processes[at].stalled ^= true;
+    }
+    if is_over {
+        locked.processes[at].stalled = false;
+    }
+    // All that is there is read at once where a time counts from its last byte.
+    loop {
+        let process = &mut locked.processes[at];
+        let Some(end) = process.inbox.iter().position(|byte| *byte == b'\n') else { return Ok(()) };
+        let line: Vec<u8> = process.inbox.drain(..=end).collect();
+        let request: Value = serde_json::from_slice(&line).unwrap();
+        let method = request["method"].as_str().unwrap().to_owned();
+        if request.get("id").is_none() {
+            continue;
+        }
+        locked.trace(|| format!("{at} reads {method}"));
+        let mut answer = Some(json!({ "jsonrpc": "2.0", "id": request["id"], "result": 0 }));
+        let error = |code: i64, data: u64| {
+            json!({ "jsonrpc": "2.0", "id": request["id"],
+                    "error": { "code": code, "message": "no", "data": data } })
+        };
+        if dice.once_in(6) && !is_over {
+            answer = None;
+        }
+        if let Some(number) = method.strip_prefix("put/") {
+            let number: u64 = number.parse().unwrap();
+            let seen = locked.log.iter().filter(|step| **step == Step::Seen(number)).count();
+            if seen > 2 || (never && seen > 0) {
+                return Err(format!("{number} comes {} times", seen + 1));
+            }
+            if let Some(by) = must_not.get(&number) {
+                return Err(format!("{number} comes while its key is in doubt by {by}"));
+            }
+            let key = request["params"]["key"].as_str().map(str::to_owned);
+            let now = Instant::now();
+            let is_known =
+                key.as_ref().and_then(|key| locked.kept.get(key)).is_some_and(|until| now < *until);
+            if seen > 0 {
+                counts.replays += 1;
+            }
+            let given = |number: u64| {
+                let log = &locked.log;
+                let first = log.iter().position(|step| *step == Step::Given(number)).unwrap();
+                let last = log.iter().rposition(|step| *step == Step::Given(number)).unwrap();
+                (first, last)
+            };
+            if seen > 0 && !independent && !is_known {
+                let (first, last) = given(number);
+                for step in &locked.log[first..last] {
+                    if let Step::Given(other) = step
+                        && *other != number
+                        && given(*other).0 > first
+                        && locked.landed(*other)
+                        && (key_of(*other, keys) == key_of(number, keys)
+                            || key_of(*other, keys).is_none()
+                            || key_of(number, keys).is_none())
+                    {
+                        return Err(format!("{number} is replayed over {other}"));
+                    }
+                }
+            }
+            locked.log.push(Step::Seen(number));
+            let fate = dice.roll(12);
+            if fate != 0
+                && let Some(key) = key
+            {
+                locked.kept.entry(key).or_insert(now + WINDOW);
+            }
+            match fate {
+                _ if is_known => {
+                    locked.trace(|| format!("{number} is known by its key"));
+                    // It is under way, or done: answered when it is.
+                    if !locked.landed(number) {
+                        answer = Some(error(500, 0));
+                    }
+                }
+                0 if !is_over => {
+                    locked.trace(|| format!("{number} refused"));
+                    counts.trusted += 1;
+                    answer = answer.map(|_| error(429, dice.roll(30)));
+                }
+                1 if !is_over => {
+                    locked.dies(at, dice.ms(60));
+                    return Ok(());
+                }
+                2 | 3 if !is_over => {
+                    let when = Instant::now() + dice.ms(LATEST.as_millis() as u64);
+                    let reply = if dice.once_in(3) { Some(error(500, 0)) } else { answer.take() };
+                    if dice.once_in(2) {
+                        locked.processes[at].due.push((when, number, reply));
+                        answer = None;
+                    } else {
+                        // Lands after its error was told.
+                        locked.processes[at].due.push((when, number, None));
+                        answer = Some(error(500, 0));
+                    }
+                }
+                4 if !is_over => {
+                    locked.lands(number)?;
+                    answer = answer.map(|_| error(500, 0));
+                }
+                5 if !is_over => {
+                    locked.lands(number)?;
+                    locked.dies(at, dice.ms(60));
+                    return Ok(());
+                }
+                _ => locked.lands(number)?,
+            }
+        } else if dice.once_in(12) && !is_over {
+            answer = Some(error(500, 0));
+        }
+        if let Some(answer) = answer {
+            drop(locked);
+            write_line(world, at, &answer);
+            locked = world.lock().unwrap();
+        }
+        if !quarantined && dice.once_in(2) {
+            return Ok(());
+        }
+    }
+}
+
+#[test]
+fn whoever_has_his_turn_when_no_claim_is_broken_with_late_effects_and_panics() {
+    let hook = std::panic::take_hook();
+    if std::env::var_os("GOAROUND_TURN").is_none() {
+        std::panic::set_hook(Box::new(|_| {}));
+    }
+    let runs = std::env::var("GOAROUND_TURNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(300);
+    let first = std::env::var("GOAROUND_TURN")
+        .or_else(|_| std::env::var("GOAROUND_FIRST"))
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or(500);
+    let mut wrong = BTreeMap::<String, Vec<u64>>::new();
+    let mut sum = Counts::default();
+    for seed in first..first + runs {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        match catch_unwind(AssertUnwindSafe(|| runtime.block_on(run(seed)))) {
+            Ok(Ok(Counts { replays, told, unknown, trusted })) => {
+                sum.replays += replays;
+                sum.told += told;
+                sum.unknown += unknown;
+                sum.trusted += trusted;
+            }
+            Ok(Err(what)) => {
+                let kind = what.chars().filter(|c| !c.is_ascii_digit()).collect();
+                wrong.entry(kind).or_default().push(seed);
+            }
+            Err(_) => wrong.entry("panics".into()).or_default().push(seed),
+        }
+    }
+    std::panic::set_hook(hook);
+    println!("{} replays, {} told, {} unknown, {} refused", sum.replays, sum.told, sum.unknown, sum.trusted);
+    let counts: Vec<_> =
+        wrong.iter().map(|(what, seeds)| (what, seeds.len(), &seeds[..seeds.len().min(5)])).collect();
+    assert!(wrong.is_empty(), "{counts:#?}");
+}
+
+// ===== A replay while its key is in doubt =====
+
+type Tag = goaround::Tagged<u64>;
+type Tags = WriteSafetyLayer<Tag, u64>;
+type Said = Pin<Box<dyn Future<Output = Result<u64, CallError>> + Send>>;
+
+/// A connection that answers a call when the test says so, in the order of hand-overs.
+#[derive(Clone, Default)]
+struct Told(Arc<Mutex<Vec<Given>>>);
+
+type Given = (u64, Option<Tell>);
+
+type Tell = tokio::sync::oneshot::Sender<Result<u64, CallError>>;
+
+impl Service<Tag> for Told {
+    type Response = u64;
+    type Error = CallError;
+    type Future = Said;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Tag) -> Said {
+        let (tell, told) = tokio::sync::oneshot::channel();
+        self.0.lock().unwrap().push((*request.get_ref(), Some(tell)));
+        Box::pin(async move { told.await.unwrap_or_else(|_| Err(CallError::ambiguous("dropped"))) })
+    }
+}
+
+impl Told {
+    fn seen(&self) -> Vec<u64> {
+        self.0.lock().unwrap().iter().map(|it| it.0).collect()
+    }
+
+    fn tell(&self, at: usize, result: Result<u64, CallError>) {
+        let tell = self.0.lock().unwrap()[at].1.take().unwrap();
+        let _ = tell.send(result);
+    }
+
+    fn connector(&self) -> impl Service<(), Response = Self, Error = BoxError, Future: Send> + Send + use<> {
+        let told = self.clone();
+        tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(told.clone())))
+    }
+}
+
+fn pay(number: u64) -> Tag {
+    goaround::Tagged::new(number, Effect::Write).named("pay")
+}
+
+/// W2 and W1 are under way on one key. W2 ends unknown: its caller is told, later writes on the key are refused with that
+/// doubt. W1, which the server has refused (and that is trusted), is sent again all the same; a late W2 then lands on it,
+/// though W1, the later one, was acknowledged.
+#[tokio::test(start_paused = true)]
+async fn a_trusted_replay_does_not_go_while_its_key_is_in_doubt_by_another_write() {
+    let server = Told::default();
+    let safety = Tags::refuse().trust(Evidence::TooManyRequests).conflict_key(|_: &Tag| Some("k"));
+    let stack = Stack::builder(server.connector()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let mut second = task::spawn(stack.clone().oneshot(pay(2)));
+    assert!(second.poll().is_pending());
+    let mut first = task::spawn(stack.clone().oneshot(pay(1)));
+    assert!(first.poll().is_pending());
+    server.tell(1, Err(CallError::evidence(Evidence::TooManyRequests, "429").after(SECOND)));
+    assert!(first.poll().is_pending());
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    let Poll::Ready(Err(error)) = second.poll() else { panic!() };
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    // The control: a new one is refused.
+    let Poll::Ready(Err(error)) = task::spawn(stack.clone().oneshot(pay(3))).poll() else { panic!() };
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    advance(2 * SECOND).await;
+    let said = first.poll();
+    assert_eq!(server.seen(), [2, 1], "W1 again while W2 is in doubt: {said:?}");
+}
+
+/// The same by a check: a closure takes both down, W2's check cannot tell, W1's finds that it is absent.
+#[tokio::test(start_paused = true)]
+async fn a_checked_replay_does_not_go_while_its_key_is_in_doubt_by_another_write() {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        Ok::<_, BoxError>(match doubt.request().get_ref() {
+            1 => {
+                tokio::time::sleep(SECOND).await;
+                doubt.not_landed_because("the server says so")
+            }
+            _ => doubt.unknown("nobody knows"),
+        })
+    })
+    .conflict_key(|_: &Tag| Some("k"));
+    let stack = Stack::builder(server.connector()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let mut second = task::spawn(stack.clone().oneshot(pay(2)));
+    assert!(second.poll().is_pending());
+    let mut first = task::spawn(stack.clone().oneshot(pay(1)));
+    assert!(first.poll().is_pending());
+    for at in 0..2 {
+        server.tell(at, Err(CallError::ambiguous("reset")));
+    }
+    let Poll::Ready(Err(error)) = second.poll() else { panic!() };
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    assert!(first.poll().is_pending());
+    advance(2 * SECOND).await;
+    let said = first.poll();
+    assert_eq!(server.seen(), [2, 1], "W1 again while W2 is in doubt: {said:?}");
+}
+
+// ===== Shutdown while the first connect hangs =====
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_waits_for_a_connect_that_hangs_ends_as_not_done_at_a_shutdown() {
+    let connector = tower::service_fn(|()| std::future::pending::<Result<Told, BoxError>>());
+    let stack = Stack::builder(connector).without_deadline().writes(Tags::refuse()).build().unwrap();
+    let mut calls: Vec<_> = (0..3).map(|n| task::spawn(stack.clone().oneshot(pay(n)))).collect();
+    for call in &mut calls {
+        assert!(call.poll().is_pending());
+    }
+    let never_polled = task::spawn(stack.clone().oneshot(pay(9)));
+    assert_eq!(stack.shutdown(SECOND).await, 3);
+    drop(never_polled);
+    for call in &mut calls {
+        assert!(call.is_woken());
+        let Poll::Ready(Err(error)) = call.poll() else { panic!("hangs") };
+        assert_eq!(error.outcome(), Outcome::NotDone);
+    }
+    assert_eq!(stack.in_flight(), 0);
+}
+
+// ===== What a call that was refused leaves behind =====
+
+/// A connection of which the n-th is found dead by its readiness, or hands back by its errors.
+#[derive(Clone)]
+struct Numbered(u64, Arc<AtomicU64>);
+
+impl Service<Tag> for Numbered {
+    type Response = u64;
+    type Error = CallError;
+    type Future = Said;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        Poll::Ready(match self.0 < self.1.load(Ordering::Relaxed) {
+            true => Err(CallError::closed("found dead")),
+            false => Ok(()),
+        })
+    }
+
+    fn call(&mut self, _: Tag) -> Said {
+        Box::pin(std::future::ready(Ok(self.0)))
+    }
+}
+
+/// A's clone finds the connection dead, and A is refused, since its deadline has passed. B, the next call on that clone, has
+/// nothing to do with that: it is one attempt, and has its own second hand-over left.
+#[tokio::test(start_paused = true)]
+async fn a_call_does_not_inherit_the_dead_connection_of_one_that_was_refused_before_it() {
+    let dead_below = Arc::new(AtomicU64::new(0));
+    let (made, below) = (Arc::new(AtomicU64::new(0)), Arc::clone(&dead_below));
+    let connector = tower::service_fn(move |()| {
+        let number = made.fetch_add(1, Ordering::Relaxed) + 1;
+        std::future::ready(Ok::<_, BoxError>(Numbered(number, Arc::clone(&below))))
+    });
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&reports);
+    let mut stack = Stack::builder(connector)
+        .writes(Tags::refuse())
+        .on_event(move |event| {
+            if let goaround::Event::Call(report) = event {
+                sink.lock().unwrap().push(format!("{:?}", report.attempts));
+            }
+        })
+        .build()
+        .unwrap();
+    assert_eq!(stack.ready().await.unwrap().call(pay(1)).await.unwrap(), 1);
+    dead_below.store(2, Ordering::Relaxed);
+    let refused = stack.ready().await.unwrap().call(pay(2).within(Duration::ZERO)).await.unwrap_err();
+    assert_eq!(refused.outcome(), Outcome::NotDone);
+    reports.lock().unwrap().clear();
+    assert_eq!(stack.ready().await.unwrap().call(pay(3)).await.unwrap(), 2);
+    assert_eq!(
+        *reports.lock().unwrap(),
+        [""; 0],
+        "a call that was handed over once, to a connection that answered"
+    );
+}
+
+/// The same by what it costs: B is handed back once, and fails as not done, since its second hand-over is said to be spent.
+/// Here A is refused because its key is in doubt.
+#[tokio::test(start_paused = true)]
+async fn a_call_has_its_own_second_hand_over_after_one_that_was_refused_before_it() {
+    for is_refused_before in [false, true] {
+        let net = Pipes::default();
+        let key = |request: &Request| request.method().strip_prefix("put/").map(str::to_owned);
+        let safety = Safety::refuse().conflict_key(key);
+        let mut stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
+        let put = |name: &'static str| Request::new(name, ()).unwrap().as_effect(Effect::Write);
+        // W1 leaves its key in doubt, and the connection is dead.
+        let mut first = task::spawn(stack.ready().await.unwrap().call(put("put/k")));
+        assert!(first.poll().is_pending());
+        settle().await;
+        net.kill(0).await;
+        let Poll::Ready(Err(error)) = first.poll() else { panic!() };
+        assert_eq!(error.outcome(), Outcome::Unknown);
+        drop(first);
+        // A second connection, on which a read is answered.
+        let mut read = task::spawn(stack.clone().oneshot(Request::new("list", ()).unwrap().read_only()));
+        assert!(read.poll().is_pending());
+        stack.ready().await.unwrap();
+        net.kill(1).await;
+        drop(read);
+        if is_refused_before {
+            let refused = stack.ready().await.unwrap().call(put("put/k")).await.unwrap_err();
+            assert!(matches!(refused.cause(), Cause::Refused(_)), "{refused:?}");
+        }
+        // B's connection dies before it has sent a byte of it. The control is a clone that has refused nothing.
+        stack.ready().await.unwrap();
+        let mut stack = if is_refused_before { stack } else { stack.clone() };
+        stack.ready().await.unwrap();
+        let mut call = task::spawn(Service::call(&mut stack, put("put/other")));
+        let large = Request::new("large", json!({ "of": "x".repeat(8 << 10) })).unwrap().read_only();
+        let mut other = task::spawn(stack.clone().oneshot(large));
+        assert!(other.poll().is_pending());
+        settle().await;
+        assert!(call.poll().is_pending());
+        settle().await;
+        let at = net.len() - 1;
+        net.kill(at).await;
+        let mut polled = call.poll();
+        if polled.is_pending() {
+            settle().await;
+            polled = call.poll();
+        }
+        assert!(polled.is_pending(), "after a refusal: {is_refused_before}: {polled:?}");
+    }
+}
+
+/// Connections that are there at once, whose other ends the test has.
+#[derive(Clone, Default)]
+struct Pipes(Arc<Mutex<Vec<Option<DuplexStream>>>>);
+
+impl Pipes {
+    async fn kill(&self, at: usize) {
+        drop(self.0.lock().unwrap()[at].take());
+        settle().await;
+    }
+
+    fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+}
+
+impl Service<()> for Pipes {
+    type Response = Client;
+    type Error = BoxError;
+    type Future = std::future::Ready<Result<Client, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, (): ()) -> Self::Future {
+        let (ours, theirs) = duplex(1 << 10);
+        self.0.lock().unwrap().push(Some(theirs));
+        std::future::ready(Ok(Client::builder().connect(ours)))
+    }
+}
+
+// ===== A queued frame whose time is up =====
+
+/// The replay by W1's idempotency key waits in the queue of a connection that stalls. The key's time ends, and W1's task,
+/// which is woken, has its turn a little later. The connection's task, which has its turn at once, sends it all the same:
+/// the server has forgotten the key.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task_has_its_turn_late() {
+    let net = Pipes::default();
+    let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(WINDOW));
+    let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
+    let mut first = task::spawn(stack.clone().oneshot(put));
+    assert!(first.poll().is_pending());
+    settle().await;
+    net.kill(0).await;
+    let large = Request::new("large", json!({ "of": "x".repeat(8 << 10) })).unwrap().read_only();
+    let mut other = task::spawn(stack.clone().oneshot(large));
+    // It finds the connection dead, and is on the next one, which stalls.
+    for _ in 0..3 {
+        assert!(other.poll().is_pending());
+        settle().await;
+    }
+    for _ in 0..3 {
+        assert!(first.poll().is_pending());
+        settle().await;
+    }
+    assert_eq!(net.len(), 2);
+    advance(WINDOW + 10 * MS).await;
+    let mut peer = net.0.lock().unwrap()[1].take().unwrap();
+    let mut seen = Vec::new();
+    for _ in 0..100 {
+        let mut buffer = [0; 1024];
+        if let Some(Ok(read)) = poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
+            seen.extend(&buffer[..read]);
+        }
+        settle().await;
+    }
+    let seen = String::from_utf8(seen).unwrap();
+    assert!(seen.contains("large"));
+    assert!(!seen.contains("put/1"), "sent 10 ms after its key's time");
+}
+
+// ===== Between the look at the key and the going =====
+
+/// W2 has looked whether its key is in doubt, and then the caller's own function runs that keeps its arguments, which takes
+/// a while. Meanwhile W1 on that key ends unknown, on another thread, and its caller is told. W2 goes all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_write_does_not_go_when_its_key_came_in_doubt_while_the_callers_function_ran() {
+    use std::sync::mpsc::channel;
+    let server = Told::default();
+    let (tell, told) = channel::<()>();
+    let (done, is_done) = channel::<()>();
+    let is_done = Mutex::new(is_done);
+    let safety = Tags::refuse().conflict_key(|_: &Tag| Some("k")).keep_arguments(move |request: &Tag| {
+        if *request.get_ref() == 2 {
+            tell.send(()).unwrap();
+            let _ = is_done.lock().unwrap().recv_timeout(SECOND);
+        }
+        None
+    });
+    let stack = Stack::builder(server.connector()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let mut first = task::spawn(stack.clone().oneshot(pay(1)));
+    assert!(first.poll().is_pending());
+    let other = stack.clone();
+    let second = tokio::spawn(other.oneshot(pay(2)));
+    tokio::task::block_in_place(|| told.recv().unwrap());
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    let Poll::Ready(Err(error)) = first.poll() else { panic!() };
+    assert_eq!(error.outcome(), Outcome::Unknown);
+    drop(first);
+    done.send(()).unwrap();
+    let second = tokio::time::timeout(50 * MS, second).await;
+    assert_eq!(server.seen(), [1], "W2 while W1 is in doubt: {second:?}");
+}
+
+// ===== Shutdown of what is not on a connection =====
+
+// ===== Between the claim and the going =====
+
+/// W1's first attempt has timed out and is kept. Its replay is claimed, and only then is the kept attempt dropped, which is
+/// the connection's own code and takes a while. Another thread hands over W2 meanwhile, which is answered. The replay
+/// goes all the same: it looks at the order of writes before that, and not when it is given to the connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_replay_lands_on_a_write_that_another_thread_hands_over_while_the_kept_attempt_is_dropped() {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    struct Kept(Sender<()>, Arc<Mutex<Receiver<()>>>);
+    impl Drop for Kept {
+        fn drop(&mut self) {
+            let _ = self.0.send(());
+            let _ = self.1.lock().unwrap().recv_timeout(SECOND);
+        }
+    }
+    let (tell, told) = channel::<()>();
+    let (done, is_done) = channel::<()>();
+    let is_done = Arc::new(Mutex::new(is_done));
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let landed = Arc::clone(&log);
+    let first = Arc::new(AtomicU64::new(0));
+    let connection = tower::service_fn(move |request: Tag| {
+        let landed = Arc::clone(&landed);
+        let kept =
+            (first.fetch_add(1, Ordering::Relaxed) == 0).then(|| Kept(tell.clone(), Arc::clone(&is_done)));
+        async move {
+            if let Some(_kept) = kept {
+                std::future::pending::<()>().await;
+            }
+            landed.lock().unwrap().push(*request.get_ref());
+            Ok::<_, CallError>(1_u64)
+        }
+    });
+    let connector = tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(connection.clone())));
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    })
+    .attempt_timeout(20 * MS);
+    let stack = Stack::builder(connector).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let other = stack.clone();
+    let runtime = tokio::runtime::Handle::current();
+    let second = std::thread::spawn(move || {
+        told.recv().unwrap();
+        let result = runtime.block_on(other.oneshot(pay(2)));
+        done.send(()).unwrap();
+        result
+    });
+    let first = tokio::spawn(stack.oneshot(pay(1))).await.unwrap();
+    assert_eq!(second.join().unwrap().unwrap(), 1);
+    assert_eq!(*log.lock().unwrap(), [2], "W1 over W2, which was acknowledged: {first:?}");
+}
+
+// ===== Deadlines that stand still =====
+
+/// A server that never answers, and pauses at any moment: each call ends when its own time, without the pauses, is up.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_stands_still_at_any_moment_ends_at_its_deadline_and_no_later() {
+    for seed in 0..600 {
+        let dice = Dice::new(seed);
+        let connection = tower::service_fn({
+            let dice = dice.clone();
+            move |request: Tag| {
+                let wait = dice.ms(80);
+                let ends = *request.get_ref() != 0 && !dice.once_in(3);
+                async move {
+                    if ends {
+                        tokio::time::sleep(wait).await;
+                        return Err(CallError::ambiguous("reset"));
+                    }
+                    std::future::pending::<Result<u64, CallError>>().await
+                }
+            }
+        });
+        let delays = dice.clone();
+        let connector = tower::service_fn(move |()| {
+            let (connection, wait) = (connection.clone(), delays.ms(50));
+            async move {
+                tokio::time::sleep(wait).await;
+                Ok::<_, BoxError>(connection)
+            }
+        });
+        let mut safety = match dice.roll(3) {
+            0 => Tags::refuse(),
+            1 => Tags::refuse().replay_idempotent(),
+            _ => {
+                let dice = dice.clone();
+                let safety = Tags::new(move |doubt: InDoubt<Tag, u64>| {
+                    let wait = dice.ms(60);
+                    async move {
+                        tokio::time::sleep(wait).await;
+                        Ok::<_, BoxError>(doubt.not_landed())
+                    }
+                });
+                if seed % 2 == 0 { safety.quarantine(30 * MS) } else { safety }
+            }
+        };
+        if dice.once_in(2) {
+            safety = safety.attempt_timeout(10 * MS + dice.ms(60));
+        }
+        let mut retry = RetryReadOnly.attempts(1 + dice.roll(4) as u32);
+        if dice.once_in(2) {
+            retry = retry.attempt_timeout(10 * MS + dice.ms(60));
+        }
+        let stack = Stack::builder(connector).deadline(SECOND).retry(retry).writes(safety).build().unwrap();
+        let effect = [Effect::ReadOnly, Effect::Idempotent, Effect::Write][dice.roll(3) as usize];
+        let limit = 20 * MS + dice.ms(300);
+        let request = goaround::Tagged::new(1 - dice.roll(2), effect).within(limit).pause_while_asking();
+        let moves = request.context().progress().cloned().unwrap();
+        let start = Instant::now();
+        let calling = tokio::spawn(stack.clone().oneshot(request));
+        let pausing = tokio::spawn({
+            let dice = dice.clone();
+            async move {
+                // How long it has run, and stood.
+                let (mut ran, mut stood) = (Duration::ZERO, Duration::ZERO);
+                loop {
+                    let runs = dice.ms(120);
+                    tokio::time::sleep(runs).await;
+                    ran += runs;
+                    if ran >= limit {
+                        return stood;
+                    }
+                    let pause = moves.pause();
+                    let second = dice.once_in(2).then(|| moves.pause());
+                    let stands = dice.ms(400);
+                    tokio::time::sleep(stands).await;
+                    drop((pause, second));
+                    stood += stands;
+                }
+            }
+        });
+        let result = calling.await.unwrap();
+        let took = start.elapsed();
+        assert!(result.is_err());
+        let stood = pausing.await.unwrap();
+        assert!(took <= limit + stood + MS, "{seed}: {took:?} of {limit:?} and {stood:?}: {result:?}");
+    }
+}
+
+// ===== Clones on threads =====
+
+mod threads {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// What the server has done, by real time.
+    #[derive(Default)]
+    struct Server {
+        /// Hand-overs and landings, in their order.
+        log: Mutex<Vec<Step>>,
+        connection: AtomicU64,
+        dice: AtomicU64,
+    }
+
+    impl Server {
+        fn roll(&self, sides: u64) -> u64 {
+            let x = self.dice.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+            let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (x ^ (x >> 31)) % sides
+        }
+
+        fn landed(&self, number: u64) -> bool {
+            self.log.lock().unwrap().contains(&Step::Lands(number))
+        }
+    }
+
+    #[derive(Clone)]
+    struct Conn(Arc<Server>, Arc<AtomicBool>, watch::Sender<bool>);
+
+    impl Service<Tag> for Conn {
+        type Response = u64;
+        type Error = CallError;
+        type Future = Said;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+            Poll::Ready(match self.1.load(Ordering::Acquire) {
+                true => Err(CallError::closed("closed before")),
+                false => Ok(()),
+            })
+        }
+
+        fn call(&mut self, request: Tag) -> Said {
+            let Self(server, dead, gone) = self.clone();
+            let number = *request.get_ref();
+            let write = number != 0;
+            let taken = {
+                let mut log = server.log.lock().unwrap();
+                let taken = !dead.load(Ordering::Acquire);
+                if taken && write {
+                    log.push(Step::Seen(number));
+                }
+                taken
+            };
+            if !taken {
+                let error = CallError::not_sent("dead").connection_lost();
+                return Box::pin(std::future::ready(Err(error)));
+            }
+            Box::pin(async move {
+                let closed = |gone: &watch::Sender<bool>| {
+                    let mut gone = gone.subscribe();
+                    CallError::closed("closed")
+                        .with_exit(async move {
+                            let _ = gone.wait_for(|gone| *gone).await;
+                            Exit::new(None, true)
+                        })
+                        .exit_ends_effects()
+                };
+                let jitter = server.roll(400);
+                match server.roll(4) {
+                    0 => tokio::task::yield_now().await,
+                    _ => tokio::time::sleep(Duration::from_micros(jitter)).await,
+                }
+                let lands = || {
+                    let mut log = server.log.lock().unwrap();
+                    if *gone.borrow() {
+                        return false;
+                    }
+                    if write {
+                        log.push(Step::Lands(number));
+                    }
+                    true
+                };
+                match server.roll(20) {
+                    0 => {
+                        dead.store(true, Ordering::Release);
+                        if server.roll(2) == 0 {
+                            lands();
+                        }
+                        let ends = gone.clone();
+                        let log = Arc::clone(&server);
+                        tokio::spawn(async move {
+                            tokio::time::sleep(Duration::from_micros(300)).await;
+                            let _log = log.log.lock().unwrap();
+                            ends.send_replace(true);
+                        });
+                        Err(closed(&gone))
+                    }
+                    1 => Err(CallError::evidence(Evidence::TooManyRequests, "429")
+                        .after(Duration::from_micros(server.roll(1500)))),
+                    _ if dead.load(Ordering::Acquire) => {
+                        if server.roll(2) == 0 {
+                            lands();
+                        }
+                        Err(closed(&gone))
+                    }
+                    _ if lands() => Ok(number),
+                    _ => Err(closed(&gone)),
+                }
+            })
+        }
+    }
+
+    async fn storm(seed: u64, keys: u64) -> Result<(usize, usize), String> {
+        let server = Arc::new(Server::default());
+        server.dice.store(seed.wrapping_mul(0x1234_5678_9abc_def1), Ordering::Relaxed);
+        let at_connect = Arc::clone(&server);
+        let last: Arc<Mutex<Option<watch::Sender<bool>>>> = Arc::default();
+        let connector = tower::service_fn(move |()| {
+            let server = Arc::clone(&at_connect);
+            let last = Arc::clone(&last);
+            async move {
+                let before = last.lock().unwrap().clone();
+                if let Some(before) = before {
+                    let mut before = before.subscribe();
+                    let _ = tokio::time::timeout(2 * SECOND, before.wait_for(|gone| *gone)).await;
+                }
+                server.connection.fetch_add(1, Ordering::Relaxed);
+                let gone = watch::Sender::new(false);
+                *last.lock().unwrap() = Some(gone.clone());
+                Ok::<_, BoxError>(Conn(Arc::clone(&server), Arc::default(), gone))
+            }
+        });
+        let look = Arc::clone(&server);
+        let mut safety = Tags::new(move |doubt: InDoubt<Tag, u64>| {
+            let server = Arc::clone(&look);
+            async move {
+                if server.roll(3) == 0 {
+                    doubt.probe(goaround::Tagged::new(0, Effect::ReadOnly)).await?;
+                }
+                assert!(server.roll(40) != 0, "the check");
+                let number = *doubt.request().get_ref();
+                Ok::<_, BoxError>(match server.landed(number) {
+                    true => doubt.landed(number),
+                    false => doubt.not_landed(),
+                })
+            }
+        })
+        .trust(Evidence::TooManyRequests)
+        .max_checks(2)
+        .conflict_key(move |request: &Tag| key_of(*request.get_ref(), keys));
+        if seed.is_multiple_of(2) {
+            safety = safety.look_first();
+        }
+        let events = Arc::new(Mutex::new(HashMap::<String, u64>::new()));
+        let sink = Arc::clone(&events);
+        let stack = Stack::builder(connector)
+            .deadline(SECOND)
+            .reconnect(goaround::ReconnectLayer::once().crash_loop(u32::MAX, SECOND))
+            .writes(safety)
+            .on_event(move |event| match event {
+                goaround::Event::InDoubt(report)
+                    if matches!(report.outcome, Some(Outcome::Unknown | Outcome::DoneResultLost)) =>
+                {
+                    *sink.lock().unwrap().entry(report.call.to_string()).or_default() += 1;
+                }
+                goaround::Event::Abandoned(report) => {
+                    *sink.lock().unwrap().entry(report.call.unwrap().to_string()).or_default() += 1;
+                }
+                _ => {}
+            })
+            .build()
+            .unwrap();
+        let tasks: Vec<_> = (0..4_u64)
+            .map(|task| {
+                let stack = stack.clone();
+                let server = Arc::clone(&server);
+                tokio::spawn(async move {
+                    let mut ended = Vec::new();
+                    for n in 0..25_u64 {
+                        let number = 1 + task + 4 * n;
+                        let mut request = pay(number);
+                        let id = request.context_mut().assign_id().to_string();
+                        if server.roll(4) == 0 {
+                            let _ = stack.send(goaround::Tagged::new(0, Effect::ReadOnly)).await;
+                        }
+                        let result = stack.send(request).await;
+                        ended.push((number, id, result.err().map(|error| error.outcome())));
+                    }
+                    ended
+                })
+            })
+            .collect();
+        let mut ended = Vec::new();
+        for task in tasks {
+            ended.extend(task.await.map_err(|_| "panics".to_owned())?);
+        }
+        tokio::time::sleep(2 * MS).await;
+        let log = server.log.lock().unwrap();
+        let mut events = events.lock().unwrap();
+        let mut replays = 0;
+        for (number, id, outcome) in &ended {
+            let lands = log.iter().filter(|step| **step == Step::Lands(*number)).count();
+            let reports = events.remove(id).unwrap_or_default();
+            let expected = u64::from(matches!(outcome, Some(Outcome::Unknown | Outcome::DoneResultLost)));
+            match outcome {
+                _ if lands > 1 => return Err(format!("{number} lands twice")),
+                _ if reports != expected => return Err(format!("{outcome:?} reported {reports} times")),
+                None if lands == 0 => return Err(format!("{number} lost")),
+                Some(Outcome::NotDone) if lands > 0 => return Err(format!("{number} was done")),
+                _ => {}
+            }
+            let seen: Vec<_> = log
+                .iter()
+                .enumerate()
+                .filter(|(_, step)| **step == Step::Seen(*number))
+                .map(|it| it.0)
+                .collect();
+            if seen.len() > 2 {
+                return Err(format!("{number} comes {} times", seen.len()));
+            }
+            if let [first, second] = seen[..] {
+                replays += 1;
+                for step in &log[first..second] {
+                    if let Step::Seen(other) = step
+                        && other != number
+                        && !log[..first].contains(step)
+                        && (key_of(*other, keys) == key_of(*number, keys)
+                            || key_of(*other, keys).is_none()
+                            || key_of(*number, keys).is_none())
+                    {
+                        if std::env::var_os("GOAROUND_SHOW").is_some() {
+                            println!("{number} over {other}, keys {keys}: {:?}", &log[first..=second]);
+                        }
+                        // One that another thread hands over between the look and the going may come before it.
+                        if log[..second].contains(&Step::Lands(*other)) {
+                            return Err(format!("{number} is replayed over {other}, which had landed"));
+                        }
+                    }
+                }
+            }
+        }
+        match events.is_empty() {
+            true => Ok((replays, ended.len())),
+            false => Err("more reports".into()),
+        }
+    }
+
+    #[test]
+    fn clones_on_threads_break_no_claim() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let runs = std::env::var("GOAROUND_STORMS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(20);
+        let (mut wrong, mut replays, mut calls) = (BTreeMap::<String, Vec<u64>>::new(), 0, 0);
+        for seed in 1..=runs {
+            let runtime =
+                tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+            let keys = seed % 9;
+            let run = async { tokio::time::timeout(20 * SECOND, tokio::spawn(storm(seed, keys))).await };
+            match runtime.block_on(run) {
+                Ok(Ok(Ok((more, all)))) => (replays, calls) = (replays + more, calls + all),
+                Ok(Ok(Err(what))) => {
+                    let kind = what.chars().filter(|c| !c.is_ascii_digit()).collect();
+                    wrong.entry(kind).or_default().push(seed);
+                }
+                Ok(Err(_)) => wrong.entry("panics".into()).or_default().push(seed),
+                Err(_) => wrong.entry("hangs".into()).or_default().push(seed),
+            }
+        }
+        std::panic::set_hook(hook);
+        println!("{replays} replays, {calls} calls");
+        assert!(wrong.is_empty(), "{wrong:#?}");
+    }
+}
