@@ -219,7 +219,8 @@ impl Service<()> for Net {
                 stalled: false,
             });
             drop(world);
-            let client = Client::builder().connect(ours);
+            // A pipe in memory has what it accepted and nothing else: what is overdue in the buffer can be taken out.
+            let client = Client::builder().exact_writes().connect(ours);
             Ok(Adapter { client, world: Arc::clone(&net.world), gone: receiver, exit_ends: net.exit_ends })
         })
     }
@@ -901,7 +902,10 @@ fn serve(
                 (first, last)
             };
             if seen > 0 && !independent && !is_known {
-                let (first, last) = given(number);
+                // What was handed back before the server saw any of it was not sent.
+                let seen = locked.log.iter().position(|step| *step == Step::Seen(number)).unwrap();
+                let first = locked.log[..seen].iter().rposition(|step| *step == Step::Given(number)).unwrap();
+                let last = given(number).1;
                 for step in &locked.log[first..last] {
                     if let Step::Given(other) = step
                         && *other != number

@@ -106,7 +106,8 @@ impl Builder {
     ///
     /// Without it, a request is ambiguous at a closure once its bytes were offered to the transport. With it,
     /// one of which no byte was accepted is provably not sent, and one that was cut is provably not
-    /// processed: it may be handed over again, also if it is a write. A false declaration repeats writes.
+    /// processed: it may be handed over again, also if it is a write. A write whose time is up while its bytes
+    /// lie behind others in this client's buffer is taken out of that. A false declaration repeats writes.
     ///
     /// When a request counts as sent, for quarantines, does not depend on it: once the transport has been flushed.
     pub fn exact_writes(mut self) -> Self {
