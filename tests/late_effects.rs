@@ -4,6 +4,9 @@
 //! `GOAROUND_TURNS=n` gives random turns to n worlds instead of 300, and `GOAROUND_TURN=s` begins with that one and prints
 //! what happens. `GOAROUND_LIE=quarantine`, `key` or `exit` makes what is declared false: harm must then be found.
 
+#[path = "lab/pipes.rs"]
+mod pipes;
+
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     future::Future,
@@ -13,7 +16,7 @@ use std::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -35,6 +38,8 @@ use tokio::{
 use tokio_test::task;
 use tower::{Service, ServiceExt};
 
+use pipes::*;
+
 type Safety = WriteSafetyLayer<Request, Response>;
 type Doubt = InDoubt<Request, Response>;
 
@@ -45,36 +50,6 @@ const LATEST: Duration = Duration::from_millis(40);
 
 /// For how long the server keeps an idempotency key.
 const WINDOW: Duration = Duration::from_millis(150);
-
-#[derive(Clone)]
-struct Dice(Arc<AtomicU64>);
-
-impl Dice {
-    fn new(seed: u64) -> Self {
-        let dice = Self(Arc::new(AtomicU64::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)));
-        for _ in 0..10 {
-            dice.roll(2);
-        }
-        dice
-    }
-
-    fn roll(&self, sides: u64) -> u64 {
-        let mut x = self.0.load(Ordering::Relaxed);
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        self.0.store(x, Ordering::Relaxed);
-        (x >> 11) % sides
-    }
-
-    fn once_in(&self, sides: u64) -> bool {
-        self.roll(sides) == 0
-    }
-
-    fn ms(&self, most: u64) -> Duration {
-        Duration::from_millis(self.roll(most))
-    }
-}
 
 #[derive(Clone, Debug, PartialEq)]
 enum Step {
@@ -363,19 +338,6 @@ fn key_of(number: u64, keys: u64) -> Option<u64> {
         return Some(number % (keys - 99));
     }
     (keys > 0 && number % (keys + 1) < keys).then(|| number % (keys + 1))
-}
-
-async fn settle() {
-    for _ in 0..40 {
-        tokio::task::yield_now().await;
-    }
-}
-
-fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Option<F::Output> {
-    match future.poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(output) => Some(output),
-        Poll::Pending => None,
-    }
 }
 
 #[derive(Default, Clone, Copy)]
@@ -1020,10 +982,6 @@ fn whoever_has_his_turn_when_no_claim_is_broken_with_late_effects_and_panics() {
 
 // ===== A replay while its key is in doubt =====
 
-type Tag = goaround::Tagged<u64>;
-type Tags = WriteSafetyLayer<Tag, u64>;
-type Said = Pin<Box<dyn Future<Output = Result<u64, CallError>> + Send>>;
-
 /// A connection that answers a call when the test says so, in the order of hand-overs.
 #[derive(Clone, Default)]
 struct Told(Arc<Mutex<Vec<Given>>>);
@@ -1240,7 +1198,7 @@ async fn a_call_has_its_own_second_hand_over_after_one_that_was_refused_before_i
         settle().await;
         assert!(call.poll().is_pending());
         settle().await;
-        let at = net.len() - 1;
+        let at = net.connects() - 1;
         net.kill(at).await;
         let mut polled = call.poll();
         if polled.is_pending() {
@@ -1248,37 +1206,6 @@ async fn a_call_has_its_own_second_hand_over_after_one_that_was_refused_before_i
             polled = call.poll();
         }
         assert!(polled.is_pending(), "after a refusal: {is_refused_before}: {polled:?}");
-    }
-}
-
-/// Connections that are there at once, whose other ends the test has.
-#[derive(Clone, Default)]
-struct Pipes(Arc<Mutex<Vec<Option<DuplexStream>>>>);
-
-impl Pipes {
-    async fn kill(&self, at: usize) {
-        drop(self.0.lock().unwrap()[at].take());
-        settle().await;
-    }
-
-    fn len(&self) -> usize {
-        self.0.lock().unwrap().len()
-    }
-}
-
-impl Service<()> for Pipes {
-    type Response = Client;
-    type Error = BoxError;
-    type Future = std::future::Ready<Result<Client, BoxError>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, (): ()) -> Self::Future {
-        let (ours, theirs) = duplex(1 << 10);
-        self.0.lock().unwrap().push(Some(theirs));
-        std::future::ready(Ok(Client::builder().connect(ours)))
     }
 }
 
@@ -1308,9 +1235,9 @@ async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task
         assert!(first.poll().is_pending());
         settle().await;
     }
-    assert_eq!(net.len(), 2);
+    assert_eq!(net.connects(), 2);
     advance(WINDOW + 10 * MS).await;
-    let mut peer = net.0.lock().unwrap()[1].take().unwrap();
+    let mut peer = net.take(1);
     let mut seen = Vec::new();
     for _ in 0..100 {
         let mut buffer = [0; 1024];

@@ -4,11 +4,14 @@
 //! `GOAROUND_TURNS=n` gives random turns to n worlds instead of 300, and `GOAROUND_TURN=s` begins with that one and prints
 //! what happens.
 
+#[path = "lab/pipes.rs"]
+mod pipes;
+
 use std::{
     future::{Future, ready},
     pin::Pin,
     sync::{Arc, Mutex},
-    task::{Context, Poll, Waker},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -24,6 +27,8 @@ use tokio::{
 use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
 use tower::{Service, ServiceExt};
 
+use pipes::*;
+
 type Safety = WriteSafetyLayer<Request, Response>;
 type Doubt = InDoubt<Request, Response>;
 
@@ -31,42 +36,14 @@ const SECOND: Duration = Duration::from_secs(1);
 
 // ===== A server whose connections are there at once =====
 
-/// The other ends of the connections, in the order in which they were made.
-#[derive(Clone, Default)]
-struct Net {
-    peers: Arc<Mutex<Vec<Option<DuplexStream>>>>,
-}
-
 /// The server's end of one connection.
 struct Peer(BufReader<DuplexStream>);
 
-impl Net {
-    fn peer(&self, number: usize) -> Peer {
-        Peer(BufReader::new(self.peers.lock().unwrap()[number].take().expect("a connection")))
-    }
-
-    fn connects(&self) -> usize {
-        self.peers.lock().unwrap().len()
-    }
-}
-
-impl Service<()> for Net {
-    type Response = Client;
-    type Error = BoxError;
-    type Future = std::future::Ready<Result<Client, BoxError>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, (): ()) -> Self::Future {
-        let (ours, theirs) = duplex(1 << 10);
-        self.peers.lock().unwrap().push(Some(theirs));
-        ready(Ok(Client::builder().connect(ours)))
-    }
-}
-
 impl Peer {
+    fn of(net: &Pipes, at: usize) -> Self {
+        Self(BufReader::new(net.take(at)))
+    }
+
     /// The next request.
     async fn next(&mut self) -> Value {
         let mut line = String::new();
@@ -107,20 +84,6 @@ impl Peer {
     }
 }
 
-/// Lets the connections' tasks do what they can.
-async fn settle() {
-    for _ in 0..50 {
-        tokio::task::yield_now().await;
-    }
-}
-
-fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Option<F::Output> {
-    match future.poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(output) => Some(output),
-        Poll::Pending => None,
-    }
-}
-
 /// Polls a task as long as it is woken, at least once.
 fn turn<F: Future>(task: &mut task::Spawn<F>) -> Poll<F::Output> {
     for _ in 0..3 {
@@ -149,7 +112,7 @@ fn absent_after(wait: Duration) -> Safety {
     })
 }
 
-fn stack(net: &Net, safety: Safety) -> Stack<Net, Request, Response> {
+fn stack(net: &Pipes, safety: Safety) -> Stack<Pipes, Request, Response> {
     Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap()
 }
 
@@ -160,12 +123,12 @@ fn stack(net: &Net, safety: Safety) -> Stack<Net, Request, Response> {
 /// replay has been overtaken, and must not go after it.
 #[tokio::test(start_paused = true)]
 async fn no_replay_that_was_handed_back_lands_on_a_write_that_was_handed_over_meanwhile() {
-    let net = Net::default();
+    let net = Pipes::default();
     let stack = stack(&net, absent_after(SECOND));
     let mut first = task::spawn(stack.clone().oneshot(put("put/1")));
     assert_pending!(first.poll());
     settle().await;
-    let mut peer = net.peer(0);
+    let mut peer = Peer::of(&net, 0);
     assert_eq!(peer.next().await["method"], "put/1");
     drop(peer);
     settle().await;
@@ -178,14 +141,14 @@ async fn no_replay_that_was_handed_back_lands_on_a_write_that_was_handed_over_me
     let mut second = task::spawn(stack.clone().oneshot(put("put/2")));
     assert_pending!(second.poll());
     settle().await;
-    drop(net.peer(1));
+    drop(Peer::of(&net, 1));
     settle().await;
     assert!(first.is_woken() && second.is_woken());
     // Whose turn comes first is nobody's choice.
     assert_pending!(turn(&mut second));
     let replayed = turn(&mut first);
     settle().await;
-    let seen = net.peer(2).serve().await;
+    let seen = Peer::of(&net, 2).serve().await;
     let said = match replayed {
         Poll::Pending => first.poll(),
         ready => ready,
@@ -199,7 +162,7 @@ async fn no_replay_that_was_handed_back_lands_on_a_write_that_was_handed_over_me
 async fn no_replay_that_was_handed_back_comes_to_the_server_after_others_by_tasks_on_two_threads() {
     let mut over = 0;
     for _ in 0..20 {
-        let net = Net::default();
+        let net = Pipes::default();
         let stack = stack(&net, absent_after(Duration::from_millis(5)));
         let call = |request: Request| {
             let stack = stack.clone();
@@ -208,7 +171,7 @@ async fn no_replay_that_was_handed_back_comes_to_the_server_after_others_by_task
         let wait = || tokio::time::sleep(Duration::from_millis(2));
         let first = call(put("put/1"));
         wait().await;
-        let mut peer = net.peer(0);
+        let mut peer = Peer::of(&net, 0);
         assert_eq!(peer.next().await["method"], "put/1");
         drop(peer);
         wait().await;
@@ -220,11 +183,11 @@ async fn no_replay_that_was_handed_back_comes_to_the_server_after_others_by_task
         if net.connects() != 2 {
             continue;
         }
-        drop(net.peer(1));
+        drop(Peer::of(&net, 1));
         while net.connects() < 3 {
             tokio::task::yield_now().await;
         }
-        let mut peer = net.peer(2);
+        let mut peer = Peer::of(&net, 2);
         let mut came = Vec::new();
         while let Ok(request) = tokio::time::timeout(Duration::from_millis(20), peer.next()).await {
             came.push(request["method"].as_str().unwrap().to_owned());
@@ -243,20 +206,20 @@ async fn no_replay_that_was_handed_back_comes_to_the_server_after_others_by_task
 /// The same of a write that was called before W1, and has its turn late: W1's replay must not land on it.
 #[tokio::test(start_paused = true)]
 async fn no_replay_lands_on_a_write_that_was_handed_back_and_over_again_in_one_poll() {
-    let net = Net::default();
+    let net = Pipes::default();
     let stack = stack(&net, absent_after(SECOND));
     let mut reading = task::spawn(stack.clone().oneshot(large_read()));
     assert_pending!(reading.poll());
     settle().await;
     let mut second = task::spawn(stack.clone().oneshot(put("put/2")));
     assert_pending!(second.poll());
-    drop(net.peer(0));
+    drop(Peer::of(&net, 0));
     settle().await;
     assert!(second.is_woken());
     let mut first = task::spawn(stack.clone().oneshot(put("put/1")));
     assert_pending!(first.poll());
     settle().await;
-    let mut peer = net.peer(1);
+    let mut peer = Peer::of(&net, 1);
     assert_eq!(peer.next().await["method"], "put/1");
     drop(peer);
     settle().await;
@@ -267,7 +230,7 @@ async fn no_replay_lands_on_a_write_that_was_handed_back_and_over_again_in_one_p
     assert_eq!(net.connects(), 3);
     // W2 goes now, and is answered.
     assert_pending!(turn(&mut second));
-    let mut peer = net.peer(2);
+    let mut peer = Peer::of(&net, 2);
     let mut seen = peer.serve().await;
     assert_ready_ok!(second.poll());
     advance(SECOND).await;
@@ -281,13 +244,13 @@ async fn no_replay_lands_on_a_write_that_was_handed_back_and_over_again_in_one_p
 /// where it has to wait for the next connection.
 #[tokio::test(start_paused = true)]
 async fn a_write_that_was_handed_back_does_not_go_while_its_key_is_in_doubt() {
-    let net = Net::default();
+    let net = Pipes::default();
     let safety = Safety::refuse().conflict_key(|_: &Request| Some("k"));
     let stack = stack(&net, safety);
     let mut first = task::spawn(stack.clone().oneshot(put("put/1")));
     assert_pending!(first.poll());
     settle().await;
-    let mut peer = net.peer(0);
+    let mut peer = Peer::of(&net, 0);
     assert_eq!(peer.next().await["method"], "put/1");
     let mut reading = task::spawn(stack.clone().oneshot(large_read()));
     assert_pending!(reading.poll());
@@ -303,15 +266,11 @@ async fn a_write_that_was_handed_back_does_not_go_while_its_key_is_in_doubt() {
     assert_eq!(refused.outcome(), Outcome::NotDone);
     let said = turn(&mut second);
     settle().await;
-    let seen = if net.connects() > 1 { net.peer(1).serve().await } else { Vec::new() };
+    let seen = if net.connects() > 1 { Peer::of(&net, 1).serve().await } else { Vec::new() };
     assert_eq!(seen, [""; 0], "W2 while W1 is in doubt: {said:?}");
 }
 
 // ===== What grows =====
-
-type Tag = goaround::Tagged<u64>;
-type Tags = WriteSafetyLayer<Tag, u64>;
-type Said = Pin<Box<dyn Future<Output = Result<u64, CallError>> + Send>>;
 
 /// A connection that does with its calls, and their copies, what it is told.
 #[derive(Clone)]
@@ -427,7 +386,7 @@ fn nothing_grows_over_writes_that_end_in_whatever_way() {
 #[test]
 fn nothing_grows_over_json_rpc_calls_that_end_in_whatever_way() {
     for way in ["answered", "dropped", "expired", "withdrawn", "closed", "late"] {
-        let net = Net::default();
+        let net = Pipes::default();
         let stack = Stack::builder(net.clone())
             .deadline(SECOND)
             .reconnect(goaround::ReconnectLayer::once().crash_loop(u32::MAX, SECOND))
@@ -452,7 +411,7 @@ fn nothing_grows_over_json_rpc_calls_that_end_in_whatever_way() {
                     settle().await;
                     let mut peer = peer.lock().await;
                     let old = peer.take();
-                    let mut here = old.unwrap_or_else(|| net.peer(net.connects() - 1));
+                    let mut here = old.unwrap_or_else(|| Peer::of(&net, net.connects() - 1));
                     let request = loop {
                         let request = here.next().await;
                         if request.get("id").is_some() {
@@ -480,7 +439,7 @@ fn nothing_grows_over_json_rpc_calls_that_end_in_whatever_way() {
                         }
                         _ => {
                             drop(here);
-                            net.peers.lock().unwrap().clear();
+                            net.clear();
                             settle().await;
                             assert_ready_err!(call.poll());
                             return forget(&ledger).await;
@@ -621,33 +580,12 @@ async fn no_replay_lands_on_a_write_that_another_thread_hands_over_while_a_sink_
 // ===== Any order of turns =====
 
 mod turns {
-    use std::{
-        collections::{BTreeMap, HashMap},
-        sync::atomic::{AtomicU64, Ordering},
-    };
+    use std::collections::{BTreeMap, HashMap};
 
     use goaround::write_safety::ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, State};
     use tokio::time::Instant;
 
     use super::*;
-
-    #[derive(Clone)]
-    struct Dice(Arc<AtomicU64>);
-
-    impl Dice {
-        fn roll(&self, sides: u64) -> u64 {
-            let mut x = self.0.load(Ordering::Relaxed);
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            self.0.store(x, Ordering::Relaxed);
-            (x >> 11) % sides
-        }
-
-        fn once_in(&self, sides: u64) -> bool {
-            self.roll(sides) == 0
-        }
-    }
 
     /// What happened at the server, and to whom it said so.
     #[derive(Default)]
@@ -726,7 +664,7 @@ mod turns {
     }
 
     #[derive(Clone)]
-    struct Dials(Net, Dice, bool);
+    struct Dials(Pipes, Dice, bool);
 
     impl Service<()> for Dials {
         type Response = Client;
@@ -752,11 +690,8 @@ mod turns {
 
     /// One run; what was wrong in it.
     async fn run(seed: u64) -> Result<(u64, u64), String> {
-        let dice = Dice(Arc::new(AtomicU64::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)));
-        for _ in 0..10 {
-            dice.roll(2);
-        }
-        let net = Net::default();
+        let dice = Dice::new(seed);
+        let net = Pipes::default();
         let world = Arc::new(Mutex::new(World::default()));
         world.lock().unwrap().trace = std::env::var_os("GOAROUND_TURN").is_some();
         let keys = dice.roll(3);
@@ -961,10 +896,7 @@ mod turns {
                 9 => advance(Duration::from_millis(dice.roll(15))).await,
                 _ => {
                     while met < net.connects() {
-                        peers.insert(
-                            met,
-                            (BufReader::new(net.peers.lock().unwrap()[met].take().unwrap()), Vec::new()),
-                        );
+                        peers.insert(met, (BufReader::new(net.take(met)), Vec::new()));
                         world.lock().unwrap().dead.push(false);
                         met += 1;
                     }
