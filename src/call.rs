@@ -544,13 +544,14 @@ impl CallContext {
         self.activity = activity;
     }
 
-    /// That the call's or its attempt's time is up before anything of it was sent, as a connection asks when its turn
-    /// comes, where somebody answers for what becomes of it. Whoever waits for it withdraws it then, but may have his
-    /// turn late; and a server may have forgotten the key by which a write could be repeated until then. Reads the clock
-    /// for nothing else.
+    /// That the call's time is up before anything of it was sent, or a replay's, as a connection asks when its turn comes,
+    /// where somebody answers for what becomes of it. Whoever waits for it withdraws it then, but may have his turn late;
+    /// and a server may have forgotten the key by which a write could be repeated until then. A first attempt loses
+    /// nothing by going late, and would never go if its time were shorter than a turn takes. Reads the clock for nothing
+    /// else.
     pub(crate) fn overdue(&self) -> Option<CallError> {
-        self.activity.as_ref()?;
-        let (deadline, until) = (self.until(), self.attempt_until);
+        let activity = self.activity.as_ref()?;
+        let (deadline, until) = (self.until(), self.attempt_until.filter(|_| activity.has_gate()));
         if (!deadline.has_end() && until.is_none()) || off!(AttemptTime) {
             return None;
         }
@@ -787,6 +788,11 @@ impl Activity {
     /// Has that asked when it goes after it has waited.
     pub(crate) fn set_gate(&self, gate: Arc<dyn Gate>) {
         self.lock().gate = Some(gate);
+    }
+
+    /// Whether it was to be asked: each replay is, and what has waited for a connection.
+    pub(crate) fn has_gate(&self) -> bool {
+        self.lock().gate.is_some()
     }
 
     /// What has waited goes now, if it may; else it is over.

@@ -1701,3 +1701,31 @@ mod threads {
         assert!(wrong.is_empty(), "{wrong:#?}");
     }
 }
+
+// ===== Attempts shorter than a turn =====
+
+/// An attempt's time that is shorter than it takes the connection's task to have its turn: the frame must not
+/// be refused as overdue and handed over again, and so on, without an end where there is no deadline.
+#[tokio::test]
+async fn a_write_whose_attempts_have_less_time_than_a_task_takes_to_have_its_turn_is_sent_all_the_same() {
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    let (ours, theirs) = duplex(1 << 16);
+    let client = Client::builder().exact_writes().connect(ours);
+    tokio::spawn(async move {
+        let mut peer = BufReader::new(theirs);
+        let mut line = String::new();
+        while peer.read_line(&mut line).await.unwrap_or(0) > 0 {
+            let request: serde_json::Value = serde_json::from_str(&line).unwrap();
+            let answer = format!("{}\n", json!({ "jsonrpc": "2.0", "id": request["id"], "result": 0 }));
+            peer.get_mut().write_all(answer.as_bytes()).await.unwrap();
+            line.clear();
+        }
+    });
+    let connector = tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(client.clone())));
+    let safety = Safety::refuse().attempt_timeout(Duration::from_micros(1));
+    let stack = Stack::builder(connector).without_deadline().writes(safety).build().unwrap();
+    stack.send(Request::new("list", ()).unwrap().read_only()).await.unwrap();
+    let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
+    let said = tokio::time::timeout(3 * SECOND, stack.send(put)).await;
+    assert!(said.is_ok(), "not sent in 3 s");
+}
