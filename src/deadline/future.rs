@@ -4,9 +4,10 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+use pin_project::pin_project;
+
 use super::{Timer, Until};
 use crate::{Call, CallError, Cause, Delivery, Effect, call::effect_of, event::Report};
-use pin_project::pin_project;
 
 /// Future of [`DeadlineService`](super::DeadlineService).
 #[pin_project]

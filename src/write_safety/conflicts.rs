@@ -61,7 +61,12 @@ impl Key {
 
     /// What stands in the way of a call that began when so many had ended in doubt.
     fn in_the_way(&self, id: EntryId, left: u64) -> Option<&(EntryId, String)> {
-        self.other_doubt(id).or(self.last_left.as_ref().filter(|_| self.left != left))
+        self.other_doubt(id).or(self.last_left.as_ref().filter(|_| self.was_left_since(left)))
+    }
+
+    /// Whether a call has ended in doubt since so many had.
+    fn was_left_since(&self, left: u64) -> bool {
+        self.left != left
     }
 
     /// Counts a hand-over of that call.
@@ -230,9 +235,8 @@ impl Hold {
 
     /// It may go only now, and may have gone when it was handed over.
     pub(super) fn goes_later(&self) {
-        self.of.all.fetch_add(1, Ordering::AcqRel);
         if let Some(state) = self.of.lock().get_mut(&self.key) {
-            state.hand_over(self.id);
+            self.of.hand_over_keyed(state, self.id);
         }
     }
 
@@ -260,7 +264,7 @@ impl Hold {
 
     /// Whether another call with its key has ended in doubt since this one began: it may still land, over a replay too.
     pub(super) fn is_left_in_doubt(&self) -> bool {
-        self.of.lock().get(&self.key).is_some_and(|state| state.left != self.left)
+        self.of.lock().get(&self.key).is_some_and(|state| state.was_left_since(self.left))
     }
 
     /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
@@ -321,7 +325,7 @@ impl Gate for InLine {
         let Some(state) = keys.get_mut(key) else { return false };
         let is_last = self.of.is_last_keyed(state, *place);
         if self.replay {
-            let is_left_in_doubt = state.left != self.left && !off!(KeyInDoubt);
+            let is_left_in_doubt = state.was_left_since(self.left) && !off!(KeyInDoubt);
             return (is_last || self.independent || off!(ReplayWait)) && !is_left_in_doubt;
         }
         if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
