@@ -21,7 +21,7 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, CallError, Cause, Effect, Evidence, Exit, InDoubt, Outcome, Pause, Progress,
+    BoxError, Call, CallError, Cause, Effect, Event, Evidence, Exit, InDoubt, Outcome, Pause, Progress,
     RetryReadOnly, Stack, WriteSafetyLayer,
     jsonrpc::{self, Client, Request, Response},
     write_safety::{
@@ -36,7 +36,7 @@ use tokio::{
     time::{Instant, advance},
 };
 use tokio_test::task;
-use tower::{Service, ServiceExt};
+use tower::{Layer, Service, ServiceExt, util::BoxCloneService};
 
 use pipes::*;
 
@@ -1022,6 +1022,17 @@ impl Told {
     }
 }
 
+type Log = Arc<Mutex<Vec<Value>>>;
+
+fn sink(log: &Log) -> impl Fn(Event<'_>) + Send + Sync + use<> {
+    let log = Arc::clone(log);
+    move |event| log.lock().unwrap().push(serde_json::to_value(event).unwrap())
+}
+
+fn of_kind(log: &Log, kind: &str) -> Vec<Value> {
+    log.lock().unwrap().iter().filter(|event| event["event"] == kind).cloned().collect()
+}
+
 fn pay(number: u64) -> Tag {
     goaround::Tagged::new(number, Effect::Write).named("pay")
 }
@@ -1079,6 +1090,155 @@ async fn a_checked_replay_does_not_go_while_its_key_is_in_doubt_by_another_write
     advance(2 * SECOND).await;
     let said = first.poll();
     assert_eq!(server.seen(), [2, 1], "W1 again while W2 is in doubt: {said:?}");
+}
+
+/// The same where W2's check takes longer than W1's: until it has said something, W2 may be found to have landed, and W1
+/// waits for it. `landed`: what it says.
+#[tokio::test(start_paused = true)]
+async fn a_replay_waits_for_another_write_on_its_key_that_is_still_looked_for() {
+    for not_landed in [false, true] {
+        let (server, log) = (Told::default(), Log::default());
+        let safety = Tags::new(move |doubt: InDoubt<Tag, u64>| async move {
+            Ok::<_, BoxError>(match doubt.request().get_ref() {
+                1 => {
+                    tokio::time::sleep(SECOND).await;
+                    doubt.not_landed_because("the server says so")
+                }
+                _ => {
+                    tokio::time::sleep(3 * SECOND).await;
+                    match not_landed {
+                        true => doubt.not_landed_because("the server says so"),
+                        false => doubt.unknown("nobody knows"),
+                    }
+                }
+            })
+        })
+        .conflict_key(|_: &Tag| Some("k"));
+        let stack = Stack::builder(server.connector())
+            .deadline(30 * SECOND)
+            .writes(safety)
+            .on_event(sink(&log))
+            .build()
+            .unwrap();
+        let mut second = task::spawn(stack.clone().oneshot(pay(2)));
+        assert!(second.poll().is_pending());
+        let mut first = task::spawn(stack.clone().oneshot(pay(1)));
+        assert!(first.poll().is_pending());
+        for at in 0..2 {
+            server.tell(at, Err(CallError::ambiguous("reset")));
+        }
+        assert!(second.poll().is_pending());
+        assert!(first.poll().is_pending());
+        advance(2 * SECOND).await;
+        assert!(first.is_woken() && first.poll().is_pending());
+        assert_eq!(server.seen(), [2, 1]);
+        advance(2 * SECOND).await;
+        assert!(!first.is_woken());
+        let Poll::Ready(Err(error)) = second.poll() else { panic!() };
+        assert_eq!(error.outcome(), if not_landed { Outcome::NotDone } else { Outcome::Unknown });
+        assert!(first.is_woken(), "it waits for W2, whose call is over");
+        if not_landed {
+            assert!(first.poll().is_pending());
+            server.tell(2, Ok(1));
+            assert!(matches!(first.poll(), Poll::Ready(Ok(1))));
+        } else {
+            let Poll::Ready(Err(error)) = first.poll() else { panic!("W1 over W2, of which nobody knows") };
+            assert_eq!(error.outcome(), Outcome::NotDone);
+            assert!(error.notes().any(|note| note.contains("conflict key has come into doubt")), "{error}");
+            assert_eq!(server.seen(), [2, 1]);
+        }
+        assert_eq!(of_kind(&log, "in_doubt").len(), 2);
+    }
+}
+
+/// A replay that waits for a doubt holds no place below that the other one's check may need, and ends at its deadline.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_waits_for_another_write_on_its_key_ends_at_its_deadline() {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        if *doubt.request().get_ref() == 2 {
+            std::future::pending::<()>().await;
+        }
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    })
+    .conflict_key(|_: &Tag| Some("k"));
+    let stack = Stack::builder(server.connector()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let second = tokio::spawn(stack.clone().oneshot(pay(2)));
+    tokio::task::yield_now().await;
+    let first = tokio::spawn(stack.clone().oneshot(pay(1).within(5 * SECOND)));
+    tokio::task::yield_now().await;
+    for at in 0..2 {
+        server.tell(at, Err(CallError::ambiguous("reset")));
+    }
+    let began = tokio::time::Instant::now();
+    let error = first.await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), began.elapsed().as_secs()), (Outcome::NotDone, 5), "{error}");
+    assert_eq!(second.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+    assert_eq!(server.seen(), [2, 1]);
+}
+
+/// W1's replay waits for the next connection. Meanwhile something forbids it: W2 on its key ends unknown, or comes into doubt
+/// and is still looked for; or, without keys, W3 is handed over. Its caller learns why, as where that is seen before: it is
+/// no attempt, and there was no replay.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_is_turned_away_when_it_would_go_says_why_and_was_none() {
+    for (with_key, looks_for) in [(true, 1), (true, 10), (false, 1)] {
+        let (server, log) = (Told::default(), Log::default());
+        let slowly = {
+            let (server, made) = (server.clone(), AtomicU64::new(0));
+            tower::service_fn(move |()| {
+                let (server, wait) = (server.clone(), made.fetch_add(1, Ordering::Relaxed) > 0);
+                async move {
+                    if wait {
+                        tokio::time::sleep(2 * SECOND).await;
+                    }
+                    Ok::<_, BoxError>(server)
+                }
+            })
+        };
+        let safety = Tags::new(move |doubt: InDoubt<Tag, u64>| async move {
+            Ok::<_, BoxError>(match doubt.request().get_ref() {
+                1 => doubt.not_landed_because("the server says so"),
+                _ => {
+                    tokio::time::sleep(looks_for * SECOND).await;
+                    doubt.unknown("nobody knows")
+                }
+            })
+        });
+        let safety = if with_key { safety.conflict_key(|_: &Tag| Some("k")) } else { safety };
+        let stack =
+            Stack::builder(slowly).deadline(30 * SECOND).writes(safety).on_event(sink(&log)).build().unwrap();
+        let mut second = task::spawn(stack.clone().oneshot(pay(2)));
+        assert!(second.poll().is_pending());
+        let mut first = task::spawn(stack.clone().oneshot(pay(1)));
+        assert!(first.poll().is_pending());
+        server.tell(1, Err(CallError::closed("gone")));
+        assert!(first.poll().is_pending());
+        let mut third = task::spawn(stack.clone().oneshot(pay(3)));
+        // The control: with a key a new one is refused.
+        assert_eq!(third.poll().is_ready(), with_key);
+        server.tell(0, Err(CallError::closed("gone")));
+        assert!(second.poll().is_pending());
+        advance(SECOND + MS).await;
+        assert_eq!(second.poll().is_ready(), looks_for == 1);
+        advance(SECOND).await;
+        assert!(first.is_woken());
+        let Poll::Ready(Err(error)) = first.poll() else { panic!("over another") };
+        assert_eq!(error.outcome(), Outcome::NotDone);
+        assert!(matches!(error.cause(), goaround::Cause::Closed(_)), "{error}");
+        let why = if with_key { "has come into doubt since" } else { "another write was handed over since" };
+        assert!(error.notes().any(|note| note.contains(why)), "{error}");
+        assert_eq!(error.attempts().len(), 1, "{error}");
+        let reports = of_kind(&log, "in_doubt");
+        let report = reports.iter().find(|report| report["outcome"] == "not_done").unwrap();
+        assert_eq!(report["replayed"], false, "{report:#}");
+        assert_eq!(report["attempts"].as_array().unwrap().len(), 1, "{report:#}");
+        assert_eq!(server.seen()[..2], [2, 1]);
+        if !with_key {
+            assert!(third.poll().is_pending());
+        }
+        assert_eq!(server.seen()[2..], if with_key { vec![] } else { vec![3] });
+    }
 }
 
 // ===== Shutdown while the first connect hangs =====
@@ -1284,8 +1444,6 @@ async fn a_write_does_not_go_when_its_key_came_in_doubt_while_the_callers_functi
     assert_eq!(server.seen(), [1], "W2 while W1 is in doubt: {second:?}");
 }
 
-// ===== Shutdown of what is not on a connection =====
-
 // ===== Between the claim and the going =====
 
 /// W1's first attempt has timed out and is kept. Its replay is claimed, and only then is the kept attempt dropped, which is
@@ -1293,6 +1451,16 @@ async fn a_write_does_not_go_when_its_key_came_in_doubt_while_the_callers_functi
 /// goes all the same: it looks at the order of writes before that, and not when it is given to the connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_replay_lands_on_a_write_that_another_thread_hands_over_while_the_kept_attempt_is_dropped() {
+    hand_over_while_the_kept_attempt_is_dropped(true).await;
+}
+
+/// The same where write safety lies right on a service, as over HTTP, and nobody asks again when it goes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nor_without_a_reconnect_layer() {
+    hand_over_while_the_kept_attempt_is_dropped(false).await;
+}
+
+async fn hand_over_while_the_kept_attempt_is_dropped(with_reconnect: bool) {
     use std::sync::mpsc::{Receiver, Sender, channel};
     struct Kept(Sender<()>, Arc<Mutex<Receiver<()>>>);
     impl Drop for Kept {
@@ -1319,21 +1487,29 @@ async fn no_replay_lands_on_a_write_that_another_thread_hands_over_while_the_kep
             Ok::<_, CallError>(1_u64)
         }
     });
-    let connector = tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(connection.clone())));
     let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
         Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
     })
     .attempt_timeout(20 * MS);
-    let stack = Stack::builder(connector).deadline(30 * SECOND).writes(safety).build().unwrap();
-    let other = stack.clone();
     let runtime = tokio::runtime::Handle::current();
-    let second = std::thread::spawn(move || {
-        told.recv().unwrap();
-        let result = runtime.block_on(other.oneshot(pay(2)));
-        done.send(()).unwrap();
-        result
-    });
-    let first = tokio::spawn(stack.oneshot(pay(1))).await.unwrap();
+    let hand_over_then = move |other: BoxCloneService<Tag, u64, CallError>| {
+        std::thread::spawn(move || {
+            told.recv().unwrap();
+            let result = runtime.block_on(other.oneshot(pay(2)));
+            done.send(()).unwrap();
+            result
+        })
+    };
+    let (first, second) = if with_reconnect {
+        let connector =
+            tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(connection.clone())));
+        let stack = Stack::builder(connector).deadline(30 * SECOND).writes(safety).build().unwrap();
+        (BoxCloneService::new(stack.clone()), hand_over_then(BoxCloneService::new(stack)))
+    } else {
+        let service = safety.layer(connection);
+        (BoxCloneService::new(service.clone()), hand_over_then(BoxCloneService::new(service)))
+    };
+    let first = tokio::spawn(first.oneshot(pay(1).within(30 * SECOND))).await.unwrap();
     assert_eq!(second.join().unwrap().unwrap(), 1);
     assert_eq!(*log.lock().unwrap(), [2], "W1 over W2, which was acknowledged: {first:?}");
 }

@@ -6,18 +6,23 @@
 
 use std::{
     collections::HashMap,
+    mem,
     num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    task::{Context, Poll, Waker},
 };
 
 use super::{
     ledger::{EntryId, State},
     unrecorded::{Backlog, Unrecorded},
 };
-use crate::call::{Gate, address};
+use crate::{
+    call::{Gate, address},
+    wakers::wake_all,
+};
 
 /// The order of a service's writes, over all of its clones.
 ///
@@ -51,6 +56,8 @@ struct Key {
     /// How many calls ended in doubt since there were calls, and the last of them.
     left: u64,
     last_left: Option<(EntryId, String)>,
+    /// The calls that wait until no other one is in doubt.
+    waiting: Vec<(EntryId, Waker)>,
 }
 
 impl Key {
@@ -62,6 +69,13 @@ impl Key {
     /// What stands in the way of a call that began when so many had ended in doubt.
     fn in_the_way(&self, id: EntryId, left: u64) -> Option<&(EntryId, String)> {
         self.other_doubt(id).or(self.last_left.as_ref().filter(|_| self.was_left_since(left)))
+    }
+
+    /// Whether the doubt of another call keeps a replay of a call from going that began when so many had ended in doubt.
+    /// Of those that do not touch each other only what has ended so counts.
+    fn shuts_out(&self, id: EntryId, left: u64, independent: bool) -> bool {
+        let is_in_doubt = !independent && self.other_doubt(id).is_some();
+        (self.was_left_since(left) || is_in_doubt) && !off!(KeyInDoubt)
     }
 
     /// Whether a call has ended in doubt since so many had.
@@ -156,10 +170,26 @@ impl Conflicts {
         state.writes == place.writes && self.keyless.load(Ordering::Acquire) == place.keyless
     }
 
+    /// Whether the replay of a call with that place may go, that began when so many had ended in doubt.
+    fn lets_go(
+        &self,
+        state: &Key,
+        (id, left, place): (EntryId, u64, Place),
+        independent: bool,
+    ) -> Result<(), ShutOut> {
+        if !independent && !self.is_last_keyed(state, place) {
+            return Err(ShutOut::Overtaken);
+        }
+        match state.shuts_out(id, left, independent) {
+            true => Err(ShutOut::KeyInDoubt),
+            false => Ok(()),
+        }
+    }
+
     /// A write without a key, with that number, waits for a connection.
     pub(super) fn in_line(self: &Arc<Self>, number: u64, replay: bool) -> InLine {
-        let place = Mutex::new(Place { writes: number, keyless: 0 });
-        InLine { of: Arc::clone(self), key: None, left: 0, replay, independent: false, place }
+        let place = Place { writes: number, keyless: 0 };
+        InLine::new(Arc::clone(self), None, replay, place)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
@@ -196,7 +226,22 @@ pub(super) struct InLine {
     replay: bool,
     /// Whether it does not matter what else was handed over.
     independent: bool,
-    place: Mutex<Place>,
+    standing: Mutex<Standing>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    place: Place,
+    shut_out: Option<ShutOut>,
+}
+
+/// Why a replay must not go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ShutOut {
+    /// Another write that touches it was handed over since.
+    Overtaken,
+    /// Another one with its key is in doubt.
+    KeyInDoubt,
 }
 
 impl Hold {
@@ -224,8 +269,9 @@ impl Hold {
 
     /// It waits for a connection, perhaps as a replay.
     pub(super) fn in_line(&self, replay: bool, independent: bool) -> InLine {
-        let (of, key) = (Arc::clone(&self.of), Some((Arc::clone(&self.key), self.id)));
-        InLine { of, key, left: self.left, replay, independent, place: Mutex::new(self.place) }
+        let key = Some((Arc::clone(&self.key), self.id));
+        let line = InLine::new(Arc::clone(&self.of), key, replay, self.place);
+        InLine { left: self.left, independent, ..line }
     }
 
     /// It has gone since it stood in line.
@@ -245,15 +291,13 @@ impl Hold {
         self.of.lock().get(&self.key).is_some_and(|state| self.of.is_last_keyed(state, self.place))
     }
 
-    /// Claims its replay: `false` if a write that touches it was handed over since.
-    pub(super) fn claim(&mut self) -> bool {
+    /// Claims its replay, unless another write forbids it.
+    pub(super) fn claim(&mut self, independent: bool) -> Result<(), ShutOut> {
         let mut keys = self.of.lock();
-        let Some(state) = keys.get_mut(&self.key) else { return false };
-        let claimed = self.of.is_last_keyed(state, self.place);
-        if claimed {
-            self.place = self.of.hand_over_keyed(state, self.id);
-        }
-        claimed
+        let Some(state) = keys.get_mut(&self.key) else { return Err(ShutOut::Overtaken) };
+        self.of.lets_go(state, (self.id, self.left, self.place), independent)?;
+        self.place = self.of.hand_over_keyed(state, self.id);
+        Ok(())
     }
 
     /// Another call with its key that is in doubt, or has ended so since this one began: its ledger may have been
@@ -262,18 +306,46 @@ impl Hold {
         self.of.lock().get(&self.key)?.in_the_way(self.id, self.left).cloned()
     }
 
-    /// Whether another call with its key has ended in doubt since this one began: it may still land, over a replay too.
-    pub(super) fn is_left_in_doubt(&self) -> bool {
-        self.of.lock().get(&self.key).is_some_and(|state| state.was_left_since(self.left))
+    /// Whether its replay may go: not over another write that was handed over since, nor over one with its key that is in
+    /// doubt, or has ended so since it began, which may still land.
+    pub(super) fn lets_go(&self, independent: bool) -> Result<(), ShutOut> {
+        let keys = self.of.lock();
+        let state = keys.get(&self.key).ok_or(ShutOut::Overtaken)?;
+        self.of.lets_go(state, (self.id, self.left, self.place), independent)
+    }
+
+    /// Waits until the doubt of every other call with its key has ended, one way or another; but not if its replay must not
+    /// go anyhow. So of two that are in doubt only the one waits that was handed over last.
+    pub(super) fn poll_others(&self, cx: &mut Context<'_>) -> Poll<()> {
+        // Wakers are foreign code: cloned and dropped without the lock.
+        let waker = cx.waker().clone();
+        let mut keys = self.of.lock();
+        let Some(state) = keys.get_mut(&self.key) else { return Poll::Ready(()) };
+        let lets_go = self.of.lets_go(state, (self.id, self.left, self.place), false);
+        if lets_go != Err(ShutOut::KeyInDoubt) || state.was_left_since(self.left) {
+            return Poll::Ready(());
+        }
+        let old = match state.waiting.iter_mut().find(|(id, _)| *id == self.id) {
+            Some((_, old)) => Some(mem::replace(old, waker)),
+            None => {
+                state.waiting.push((self.id, waker));
+                None
+            }
+        };
+        drop(keys);
+        drop(old);
+        Poll::Pending
     }
 
     /// Its call ends in doubt. The key is kept until the hold goes, and by the ledger from then on.
     pub(super) fn end_in_doubt(&self, method: &str) {
         self.doubt(method);
-        if let Some(state) = self.of.lock().get_mut(&self.key) {
+        let woken = self.of.lock().get_mut(&self.key).map(|state| {
             state.left += 1;
             state.last_left = Some((self.id, method.to_owned()));
-        }
+            mem::take(&mut state.waiting)
+        });
+        wake_all(woken.into_iter().flatten().map(|(_, waker)| waker));
     }
 
     /// It is in doubt: until that ends, later writes with its key are refused.
@@ -287,20 +359,45 @@ impl Hold {
 
     /// What was in doubt has turned out not to be.
     pub(super) fn no_doubt(&self) {
-        if let Some(state) = self.of.lock().get_mut(&self.key) {
+        let woken = self.of.lock().get_mut(&self.key).and_then(|state| {
+            let before = state.doubts.len();
             state.doubts.retain(|(held, _)| *held != self.id);
-        }
+            (state.doubts.len() < before).then(|| mem::take(&mut state.waiting))
+        });
+        wake_all(woken.into_iter().flatten().map(|(_, waker)| waker));
     }
 }
 
 impl InLine {
-    /// As of its last hand-over.
-    pub(super) fn place(&self) -> Place {
-        *self.lock()
+    fn new(of: Arc<Conflicts>, key: Option<(Arc<str>, EntryId)>, replay: bool, place: Place) -> Self {
+        let standing = Mutex::new(Standing { place, shut_out: None });
+        Self { of, key, left: 0, replay, independent: false, standing }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Place> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    /// As of its last hand-over.
+    pub(super) fn place(&self) -> Place {
+        self.lock().place
+    }
+
+    /// Why it was not let go, if it is a replay that was not.
+    pub(super) fn shut_out(&self) -> Option<ShutOut> {
+        self.lock().shut_out
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Standing> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the replay may go, and if not, why.
+    fn lets_go(&self, place: Place) -> Result<(), ShutOut> {
+        let Some((key, id)) = &self.key else {
+            let goes = self.of.is_last(place.writes) || off!(ReplayWait);
+            return if goes { Ok(()) } else { Err(ShutOut::Overtaken) };
+        };
+        let keys = self.of.lock();
+        // Without it its call is over.
+        let state = keys.get(key).ok_or(ShutOut::Overtaken)?;
+        self.of.lets_go(state, (*id, self.left, place), self.independent || off!(ReplayWait))
     }
 }
 
@@ -308,31 +405,25 @@ impl InLine {
 /// counted: it counts when it goes, so that no replay lands on it, and does not go while its key is in doubt.
 impl Gate for InLine {
     fn opens(&self) -> bool {
-        let mut place = self.lock();
+        let mut standing = self.lock();
+        let place = standing.place;
+        if self.replay {
+            standing.shut_out = self.lets_go(place).err();
+            return standing.shut_out.is_none();
+        }
         let Some((key, id)) = &self.key else {
-            return match self.of.is_last(place.writes) {
-                true => true,
-                false if self.replay => off!(ReplayWait),
-                false => {
-                    if !off!(WriteWait) {
-                        place.writes = self.of.hand_over();
-                    }
-                    true
-                }
-            };
+            if !self.of.is_last(place.writes) && !off!(WriteWait) {
+                standing.place.writes = self.of.hand_over();
+            }
+            return true;
         };
         let mut keys = self.of.lock();
         let Some(state) = keys.get_mut(key) else { return false };
-        let is_last = self.of.is_last_keyed(state, *place);
-        if self.replay {
-            let is_left_in_doubt = state.was_left_since(self.left) && !off!(KeyInDoubt);
-            return (is_last || self.independent || off!(ReplayWait)) && !is_left_in_doubt;
-        }
         if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
             return false;
         }
-        if !is_last && !off!(WriteWait) {
-            *place = self.of.hand_over_keyed(state, *id);
+        if !self.of.is_last_keyed(state, place) && !off!(WriteWait) {
+            standing.place = self.of.hand_over_keyed(state, *id);
         }
         true
     }
@@ -343,17 +434,22 @@ impl Drop for Hold {
     fn drop(&mut self) {
         self.no_doubt();
         let mut keys = self.of.lock();
-        if let Some(state) = keys.get_mut(&self.key) {
-            state.calls -= 1;
-            if state.calls == 0 {
-                keys.remove(&self.key);
-            }
+        let Some(state) = keys.get_mut(&self.key) else { return };
+        let own = state.waiting.iter().position(|(id, _)| *id == self.id);
+        let own = own.map(|at| state.waiting.swap_remove(at));
+        state.calls -= 1;
+        if state.calls == 0 {
+            keys.remove(&self.key);
         }
+        drop(keys);
+        drop(own);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio_test::task;
+
     use super::*;
     use crate::CallId;
 
@@ -378,11 +474,39 @@ mod tests {
         assert!(first.is_last() && other.is_last());
 
         let mut second = handed_over(&conflicts, "a", 3);
-        assert!(!first.is_last() && !first.claim());
-        assert!(second.claim());
-        assert!(second.claim(), "it claims against others, not against itself");
+        assert!(!first.is_last());
+        assert_eq!(first.claim(false), Err(ShutOut::Overtaken));
+        assert_eq!(second.claim(false), Ok(()));
+        assert_eq!(second.claim(false), Ok(()), "it claims against others, not against itself");
         conflicts.hand_over();
-        assert!(!second.is_last() && !second.claim() && !other.is_last());
+        assert!(!second.is_last() && !other.is_last());
+        assert_eq!(second.claim(false), Err(ShutOut::Overtaken));
+        assert_eq!(second.claim(true), Ok(()));
+    }
+
+    #[test]
+    fn a_replay_waits_for_the_doubt_of_another_write_on_its_key_and_does_not_go_over_one_that_stays() {
+        for stays in [false, true] {
+            let conflicts = Arc::new(Conflicts::default());
+            let other = handed_over(&conflicts, "a", 1);
+            let mut last = handed_over(&conflicts, "a", 2);
+            last.doubt("pay");
+            assert!(last.poll_others(&mut Context::from_waker(Waker::noop())).is_ready());
+            other.doubt("refund");
+            assert_eq!(last.claim(false), Err(ShutOut::KeyInDoubt));
+            let mut waiting = task::spawn(std::future::poll_fn(|cx| last.poll_others(cx)));
+            assert!(waiting.poll().is_pending() && waiting.poll().is_pending());
+            if stays {
+                other.end_in_doubt("refund");
+                assert!(waiting.is_woken());
+            } else {
+                drop(other);
+                assert!(waiting.is_woken());
+            }
+            assert!(waiting.poll().is_ready());
+            drop(waiting);
+            assert_eq!(last.claim(false), if stays { Err(ShutOut::KeyInDoubt) } else { Ok(()) });
+        }
     }
 
     #[test]

@@ -23,7 +23,7 @@ use tower::Service;
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
     account::{Closing, GivenBack, News},
-    conflicts::InLine,
+    conflicts::{InLine, ShutOut},
     fence::{Fence, FenceBasis},
     guard,
     ledger::{LedgerError, State},
@@ -47,7 +47,7 @@ const ATTEMPTS_KEPT: usize = 64;
 /// What a replay by a quarantine is not made for, or was made in spite of.
 const OUTLIVED: &str = "the old process is still there, so that no fence holds";
 /// Nor this one, over which what another call has left might still land.
-const LEFT_IN_DOUBT: &str = "not replayed: another write with its conflict key has ended in doubt since";
+const KEY_IN_DOUBT: &str = "not replayed: another write with its conflict key has come into doubt since";
 
 /// The future of a [`WriteSafety`](super::WriteSafety) service's call.
 #[pin_project(PinnedDrop)]
@@ -133,7 +133,7 @@ struct WriteCall<S, Req, Res> {
     timed_out: bool,
     doubt: Option<Box<Doubt<Res>>>,
     way: Option<Box<Way<S, Req>>>,
-    replay: Option<Box<Replay>>,
+    replay: Option<Box<Replayed>>,
     /// Of a replay without a check: how many attempts came before it, and how the last of them ended.
     unchecked: Option<(usize, Option<Closure>)>,
     /// How long was waited before it.
@@ -205,6 +205,13 @@ enum Replay {
     /// The caller declared that it does not matter.
     Idempotent,
     Trusted,
+}
+
+/// A replay that was handed over.
+struct Replayed {
+    why: Replay,
+    /// What ended the attempts before it.
+    before: Option<CallError>,
 }
 
 /// How a call ends: at once, or when its ledger has recorded it.
@@ -573,6 +580,11 @@ where
         if trusted && rule == Rule::Retry {
             error.trusted();
         }
+        if error.delivery() == Delivery::NotSent
+            && let Some(why) = self.line.as_deref().and_then(InLine::shut_out)
+        {
+            return Next::Resolve(Err(self.shut_out(error, why)));
+        }
         if self.replay.is_some() && !off!(Once) {
             // One replay in all. One more check may run, for the report only.
             return match rule {
@@ -744,9 +756,7 @@ where
             Some(request) if in_time => {
                 self.no_doubt();
                 if self.parts.current.activity.is_waiting() {
-                    // To have waited for a connection that did not come is no attempt.
-                    let waited = Cause::AttemptTimeout.name();
-                    error.attempts_mut().retain(|it| it.generation.is_some() || it.cause != waited);
+                    only_attempts(&mut error);
                 }
                 if self.attempts.len() < ATTEMPTS_KEPT {
                     self.attempts.append(error.attempts_mut());
@@ -811,6 +821,13 @@ where
             way.wait = None;
         }
         if !way.readied {
+            // Before it takes a place below, which the other one may need.
+            if matches!(way.errand, Errand::Replay(_))
+                && !self.parts.lane.config.independent_writes
+                && let Some(hold) = &self.parts.hold
+            {
+                ready!(hold.poll_others(cx));
+            }
             let readied = ready!(way.service.poll_ready(cx));
             if readied.is_ok() && self.parts.until.is_over() {
                 return Poll::Pending; // The caller sees to it that the deadline ends this.
@@ -824,19 +841,14 @@ where
             way.readied = true;
         }
         if matches!(way.errand, Errand::Replay(_)) {
-            if !self.is_last_write() {
+            if let Err(why) = self.lets_replay_go() {
                 self.way = None;
-                return Poll::Ready(Err(self.another_write()));
+                return Poll::Ready(Err(self.not_replayed(why)));
             }
             if self.is_beside() {
                 self.way = None;
                 self.keep_replaced();
                 return Poll::Ready(Err(self.last_error().note(OUTLIVED)));
-            }
-            if self.parts.hold.as_deref().is_some_and(Hold::is_left_in_doubt) && !off!(KeyInDoubt) {
-                self.way = None;
-                self.keep_replaced();
-                return Poll::Ready(Err(self.last_error().note(LEFT_IN_DOUBT)));
             }
             self.parts.account.claim();
         }
@@ -875,37 +887,42 @@ where
             }
             Errand::Replay(replay) => {
                 self.keep_replaced();
+                if let Replay::Fenced(fence) = &replay {
+                    self.parts.current.activity.set_replaced(fence.clone());
+                }
+                // What it replaces ends before it begins: whoever has it may still stop it, and its connection
+                // remembers it and tells the server. Before it is claimed, too: that is foreign code, which may take its
+                // time.
+                put_down(attempt.as_mut());
                 // A key counts only until the server may have forgotten it: a wait, or a slow ledger, may have
                 // outlasted it, and what is handed over now must not be sent later.
                 let end = match self.key_end(&replay) {
                     Ok(end) => end,
                     Err(why) => return Poll::Ready(Err(self.key_is_over(why))),
                 };
-                if !self.claim_replay() {
-                    return Poll::Ready(Err(self.another_write()));
+                if let Err(why) = self.claim_replay() {
+                    return Poll::Ready(Err(self.not_replayed(why)));
                 }
                 if let (Some(doubt), Replay::Fenced(_)) = (&mut self.doubt, &replay) {
                     doubt.beside = doubt.error.as_ref().and_then(CallError::closure).cloned();
-                }
-                if let Replay::Fenced(fence) = &replay {
-                    self.parts.current.activity.set_replaced(fence.clone());
                 }
                 if matches!(replay, Replay::Keyed(_) | Replay::Idempotent) {
                     let error = self.doubt.as_ref().and_then(|doubt| doubt.error.as_ref());
                     let closure = error.and_then(CallError::closure).cloned();
                     self.unchecked = Some((self.attempts.len(), closure));
                 }
-                self.replay = Some(Box::new(replay));
-                self.refused = None;
+                let mut before = self.refused.take();
                 if let Some(doubt) = &mut self.doubt {
-                    (doubt.error, doubt.ended_at, doubt.reason, doubt.again) = (None, None, None, false);
+                    before = doubt.error.take().or(before);
+                    (doubt.ended_at, doubt.reason, doubt.again) = (None, None, false);
                     // That was said of the attempts before it.
                     doubt.begun = Arc::default();
                 }
+                self.replay = Some(Box::new(Replayed { why: replay, before }));
                 // Doubt about a replay leads to no further one, so that it may take all the time that is left.
                 let end = end.filter(|_| !off!(WindowWait));
                 self.parts.current = Attempted::bounded(&mut request, end, self.guard());
-                // What it replaces is dropped before it goes, which is foreign code: it is asked once more then.
+                // It may wait for a connection, and is asked once more when it goes.
                 self.parts.current.activity.waits();
                 self.stand_in_line();
             }
@@ -913,9 +930,6 @@ where
         if let Some(above) = &self.parts.above {
             self.parts.current.activity.is_within(&above.activity);
         }
-        // The replaced attempt ends before the next one begins: whoever has it may still stop it, and its
-        // connection remembers it and tells the server.
-        put_down(attempt.as_mut());
         self.handing_over = true;
         attempt.set(Some(service.call(request)));
         self.handing_over = false;
@@ -970,7 +984,7 @@ where
     /// to have outlived its signals.
     fn close_by_fence(&self) {
         if let Some(replay) = self.replay.as_deref()
-            && ((self.key_end(replay).is_err() && !off!(WindowWait)) || self.is_beside())
+            && ((self.key_end(&replay.why).is_err() && !off!(WindowWait)) || self.is_beside())
         {
             self.parts.current.activity.close();
         }
@@ -991,11 +1005,28 @@ where
         self.last_error().note(why)
     }
 
-    /// Another write was handed over since the attempt that was to be replayed.
-    fn another_write(&mut self) -> CallError {
+    /// Another write forbids the replay.
+    fn not_replayed(&mut self, why: ShutOut) -> CallError {
         self.keep_replaced();
-        let why = self.overtaken();
+        let why = match why {
+            ShutOut::Overtaken => self.overtaken(),
+            ShutOut::KeyInDoubt => KEY_IN_DOUBT,
+        };
         self.last_error().note(why)
+    }
+
+    /// The same of one that was handed over and waited for a connection. It was given to none, so that there was no
+    /// replay.
+    #[cold]
+    fn shut_out(&mut self, mut error: CallError, why: ShutOut) -> CallError {
+        only_attempts(&mut error);
+        self.attempts.append(error.attempts_mut());
+        let before = self.replay.take().and_then(|replay| replay.before);
+        match &mut self.doubt {
+            Some(doubt) => doubt.error = before,
+            None => self.refused = before,
+        }
+        self.not_replayed(why)
     }
 
     fn overtaken(&self) -> &'static str {
@@ -1234,7 +1265,7 @@ where
             self.keep_replaced();
             let error = CallError::deadline(Delivery::NotSent).of_call(&self.parts.name, self.parts.effect);
             return error.note(match way.errand {
-                Errand::First => "the deadline passed before the ledger had entered it",
+                Errand::First => "the deadline passed before it was entered in the ledger and handed over",
                 Errand::Again | Errand::Replay(_) => {
                     "the deadline passed before it could be handed over again"
                 }
@@ -1454,19 +1485,29 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             }
     }
 
-    /// Claims the replay: `false` if a write that touches it was handed over since.
-    fn claim_replay(&mut self) -> bool {
+    /// Whether another write lets the replay go.
+    fn lets_replay_go(&self) -> Result<(), ShutOut> {
+        let independent = self.parts.lane.config.independent_writes || off!(OtherWrites);
+        match &self.parts.hold {
+            Some(hold) => hold.lets_go(independent),
+            None if self.is_last_write() => Ok(()),
+            None => Err(ShutOut::Overtaken),
+        }
+    }
+
+    /// Claims the replay, unless another write forbids it.
+    fn claim_replay(&mut self) -> Result<(), ShutOut> {
         let Lane { config, shared, .. } = &*self.parts.lane;
-        config.independent_writes
-            || off!(OtherWrites)
-            || match &mut self.parts.hold {
-                Some(hold) => hold.claim(),
-                None => {
-                    let claimed = shared.conflicts.claim(self.sequence);
-                    self.sequence += u64::from(claimed);
-                    claimed
-                }
+        let independent = config.independent_writes || off!(OtherWrites);
+        match &mut self.parts.hold {
+            Some(hold) => hold.claim(independent),
+            None if independent => Ok(()),
+            None => {
+                let claimed = shared.conflicts.claim(self.sequence);
+                self.sequence += u64::from(claimed);
+                if claimed { Ok(()) } else { Err(ShutOut::Overtaken) }
             }
+        }
     }
 
     /// Whether the layer's own quarantine is what the replay goes by, and the old process is there all the same. That
@@ -1565,6 +1606,12 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             self.parts.events.emit(Event::Abandoned(&report));
         }
     }
+}
+
+/// To have waited for a connection that did not come is no attempt.
+fn only_attempts(error: &mut CallError) {
+    let waited = Cause::AttemptTimeout.name();
+    error.attempts_mut().retain(|it| it.generation.is_some() || it.cause != waited);
 }
 
 /// Lets go of an attempt. It is foreign code: should its destructor panic, what is known of the write stands.

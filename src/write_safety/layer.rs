@@ -170,7 +170,9 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// A replay is refused if a write that touches it was handed over since the first attempt. While a write is
     /// in doubt, also after its call has ended as unknown or abandoned, later writes with its key fail at once
     /// with [`Refusal::KeyInDoubt`](crate::Refusal::KeyInDoubt), and nothing of them is sent, until it is settled
-    /// or forgotten in the [ledger](Self::ledger): the lost write might still land on top of them.
+    /// or forgotten in the [ledger](Self::ledger): the lost write might still land on top of them. A write that was called
+    /// before that goes on, unless it has yet to get a connection; its replay does not go over one that is in doubt: it
+    /// waits until that one is settled, and is not made if it ends in doubt.
     ///
     /// All stacks of a process that were given one [`MemoryLedger`](super::ledger::MemoryLedger), one `DurableLedger` or
     /// one [`AnyLedger`](super::ledger::AnyLedger) see each other's writes with a key, so that the same holds over all of
