@@ -1800,7 +1800,9 @@ async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     lab.until_asked("large").await;
     hold.await.unwrap();
     large.await.unwrap();
-    assert_eq!(write.await.unwrap_err().outcome(), Outcome::NotDone);
+    let error = write.await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Deadline), "{error:?}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
     client.send(Request::from(tool("ok"))).await.unwrap();
     assert_eq!(lab.count("w_ok"), 0);
     client.shutdown(PATIENCE).await;

@@ -538,8 +538,8 @@ impl Inner {
     /// back while it waited for its turn, it is refused.
     pub(super) fn lets_go_out(&self, exchange: &Exchange) -> bool {
         let request = &exchange.request;
-        if request.context().overdue().is_some() {
-            exchange.refuse(Sight::Overdue);
+        if let Some(overdue) = request.context().overdue() {
+            exchange.refuse(Sight::Overdue(overdue));
             return false;
         }
         let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);

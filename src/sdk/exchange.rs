@@ -153,7 +153,7 @@ impl Exchange {
             self.gone.notify_one();
             return true;
         }
-        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged | Sight::Overdue))
+        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged | Sight::Overdue(_)))
     }
 
     /// Resolves when the frame was withdrawn by whoever waits for the call.
