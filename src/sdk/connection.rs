@@ -630,10 +630,9 @@ impl Inner {
     /// Until when calls in flight put off the end of a silent connection; `None` if none does.
     fn last_deadline(&self, now: Instant, patience: Instant, doomed: &HashSet<u64>) -> Option<Instant> {
         let state = self.lock();
-        // Of what is queued nothing was sent, and the next connection may have it; on this one it would wait until its
-        // own deadline.
-        let is_queued = |call: &Exchange| self.kind != Kind::Http && call.frame.is_queued();
-        let calls = state.calls.values().filter(|call| doomed.contains(&call.key) && !is_queued(call));
+        // What was not sent the next connection may have; on this one it would wait until its own deadline.
+        let is_unwritten = |call: &Exchange| self.kind != Kind::Http && call.is_unwritten();
+        let calls = state.calls.values().filter(|call| doomed.contains(&call.key) && !is_unwritten(call));
         // A stream that waits for ever is no reason to wait.
         let calls =
             calls.filter(|call| call.request.method() != "subscriptions/listen" && !call.is_given_up());
