@@ -938,6 +938,7 @@ impl Activity {
     }
 
     /// It goes on after its connection has held it back, if it still may. `false` as for [`Activity::adopt`].
+    #[cfg(feature = "rmcp")]
     pub(crate) fn goes_on(&self) -> bool {
         if !self.is_waiting() {
             return true;

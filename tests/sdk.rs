@@ -1895,7 +1895,7 @@ async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is
 #[tokio::test]
 async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     let lab = Lab::new();
-    let command = lab.command("hold() { sleep 1; result ok; }; large() { result ok; }");
+    let command = lab.command("hold() { sleep 2; result ok; }; large() { result ok; }");
     let rules = ToolRules::new().read_only(["ok", "hold", "large"]);
     let connector = Connector::stdio((), command).tools(rules);
     let client: Client = Stack::builder(connector).deadline(PATIENCE).build().unwrap();
@@ -1910,7 +1910,7 @@ async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     let arguments = json!({ "of": "x".repeat(1 << 20) });
     let mut large =
         call(tool("large").with_arguments(arguments.as_object().unwrap().clone()).into(), PATIENCE);
-    let mut write = call(tool("w_ok").into(), Duration::from_millis(300));
+    let mut write = call(tool("w_ok").into(), SECOND);
     for calling in [&mut large, &mut write] {
         for _ in 0..5 {
             assert!(calling.poll().is_pending());

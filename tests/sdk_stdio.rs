@@ -725,7 +725,7 @@ async fn calls_that_wait_for_a_pipe_that_nobody_reads_leave_nothing_behind() {
     large.abort();
 }
 
-/// Says in `$log` what tools it is asked for. The first process dies of `pay`, and `hold` reads nothing for two seconds.
+/// Says in `$log` what tools it is asked for. The first process dies of `pay`, and `hold` reads nothing for three seconds.
 const FORGETS: &str = r#"
 answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
 first=; [ -e "$log.once" ] || { first=first; : >"$log.once"; }
@@ -739,7 +739,7 @@ while read -r line; do
         tools/call)
             echo "$name" >>"$log"
             [ "$name$first" = payfirst ] && kill -KILL $$
-            [ "$name" = hold ] && sleep 2
+            [ "$name" = hold ] && sleep 3
             answer '{"content":[]}' ;;
         *) answer '{}' ;;
     esac
@@ -761,7 +761,7 @@ async fn a_replay_of_which_the_pipe_accepted_nothing_is_not_sent_after_its_keys_
             asked.lines().filter(|asked| *asked == name).count()
         };
         let connector = Connector::stdio((), command).tools(ToolRules::new().read_only(["ok", "hold"]));
-        let keyed = KeyedWrites::argument("/key").honoured_for(ms(1_000));
+        let keyed = KeyedWrites::argument("/key").honoured_for(ms(1_500));
         let safety = WriteSafetyLayer::refuse().keyed(keyed);
         let client: Client = Stack::builder(connector).deadline(BOUND).writes(safety).build().unwrap();
         assert_eq!(word(&client.send(Request::tool("ok", json!({}))).await), "ok");

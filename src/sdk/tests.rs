@@ -206,31 +206,31 @@ fn failed(call: &mut Spawn<ResponseFuture>) -> CallError {
 /// How a call of which the pipe has accepted nothing may end.
 #[derive(Clone, Copy, Debug)]
 enum End {
-    AtItsDeadline,
-    AtItsAttemptsEnd,
+    Deadline,
+    AttemptTime,
     Dropped,
-    ByClosure,
+    Closure,
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_call_of_which_the_pipe_has_accepted_nothing_was_not_sent_and_what_is_behind_it_goes() {
-    for end in [End::AtItsDeadline, End::AtItsAttemptsEnd, End::Dropped, End::ByClosure] {
+    for end in [End::Deadline, End::AttemptTime, End::Dropped, End::Closure] {
         let lab = Lab::new().await;
         lab.leave_room(0);
         let (mut request, activity) = watched();
         match end {
-            End::AtItsDeadline => request.context_mut().set_deadline(seconds(1)),
-            End::AtItsAttemptsEnd => request.context_mut().set_attempt_until(seconds(1).instant()),
-            End::Dropped | End::ByClosure => {}
+            End::Deadline => request.context_mut().set_deadline(seconds(1)),
+            End::AttemptTime => request.context_mut().set_attempt_until(seconds(1).instant()),
+            End::Dropped | End::Closure => {}
         }
         let mut first = lab.begin_held_up(request).await;
         let mut second = lab.begin(tool("second")).await;
         sleep(2 * SECOND).await;
         let cause = match end {
-            End::AtItsDeadline => Some("deadline"),
-            End::AtItsAttemptsEnd => Some("attempt_timeout"),
+            End::Deadline => Some("deadline"),
+            End::AttemptTime => Some("attempt_timeout"),
             End::Dropped => None,
-            End::ByClosure => {
+            End::Closure => {
                 lab.connection.close();
                 Some("closed")
             }
@@ -247,7 +247,7 @@ async fn a_call_of_which_the_pipe_has_accepted_nothing_was_not_sent_and_what_is_
 
         settle().await;
         lab.leave_room(usize::MAX);
-        if matches!(end, End::ByClosure) {
+        if matches!(end, End::Closure) {
             assert_eq!(failed(&mut second).delivery(), Delivery::NotSent);
             settle().await;
             assert!(lab.asked().is_empty());
@@ -261,19 +261,19 @@ async fn a_call_of_which_the_pipe_has_accepted_nothing_was_not_sent_and_what_is_
 
 #[tokio::test(start_paused = true)]
 async fn a_call_of_which_the_pipe_has_accepted_one_byte_is_finished_and_in_doubt_until_then() {
-    for end in [End::AtItsDeadline, End::AtItsAttemptsEnd, End::Dropped] {
+    for end in [End::Deadline, End::AttemptTime, End::Dropped] {
         let lab = Lab::new().await;
         lab.leave_room(1);
         let (mut request, activity) = watched();
         match end {
-            End::AtItsDeadline => request.context_mut().set_deadline(seconds(1)),
+            End::Deadline => request.context_mut().set_deadline(seconds(1)),
             _ => request.context_mut().set_attempt_until(seconds(1).instant()),
         }
         let mut first = lab.begin_held_up(request).await;
         let second = lab.begin(tool("second")).await;
         sleep(2 * SECOND).await;
         let first = match end {
-            End::AtItsDeadline => {
+            End::Deadline => {
                 let mut error = failed(&mut first);
                 assert_eq!((error.cause().name(), error.delivery()), ("deadline", Delivery::Ambiguous));
                 assert!(error.take_request::<Request>().is_none());
@@ -379,5 +379,24 @@ async fn a_call_whose_annotation_is_taken_back_before_the_pipe_takes_the_first_o
         assert!(activity.was_withdrawn() && !is_sent(&activity));
         assert_eq!(lab.asked(), ["second"]);
         assert!(lab.connection.closure().is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_of_which_the_pipe_has_accepted_nothing_does_not_put_off_the_end_of_a_silent_connection() {
+    for accepted in [0, 1] {
+        let lab = Lab::new().await;
+        lab.leave_room(accepted);
+        let mut first = lab.begin_held_up(tool("first")).await;
+        let mut second = lab.begin(tool("second").deadline(seconds(1))).await;
+        sleep(2 * SECOND).await;
+        assert_eq!(failed(&mut second).delivery(), Delivery::NotSent);
+        // The question whether it is there has 5 seconds.
+        sleep(6 * SECOND).await;
+        assert_eq!(lab.connection.closure().is_some(), accepted == 0);
+        match accepted {
+            0 => assert_eq!(failed(&mut first).delivery(), Delivery::NotSent),
+            _ => assert!(first.poll().is_pending()),
+        }
     }
 }
