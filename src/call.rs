@@ -657,7 +657,7 @@ pub struct Activity {
     state: Mutex<ActivityState>,
     /// Where the write is entered, if it is one that may be replayed; else zero.
     ledger: AtomicUsize,
-    /// Whether it waits for a connection.
+    /// Whether it waits for a connection, or is held back by it.
     waiting: AtomicBool,
 }
 
@@ -776,7 +776,8 @@ impl Activity {
         self.lock().withdrawn = true;
     }
 
-    /// Marks that it waits for a connection, and is handed over only when there is one.
+    /// Marks that it waits for a connection, and is handed over only when there is one; or that its connection holds it
+    /// back.
     pub(crate) fn waits(&self) {
         self.waiting.store(true, Ordering::Relaxed);
     }
@@ -934,6 +935,18 @@ impl Activity {
             None => state.copied = true,
         }
         true
+    }
+
+    /// It goes on after its connection has held it back, if it still may. `false` as for [`Activity::adopt`].
+    #[cfg(feature = "rmcp")]
+    pub(crate) fn goes_on(&self) -> bool {
+        if !self.is_waiting() {
+            return true;
+        }
+        self.ask_the_gate();
+        let goes_on = self.lock().may_begin();
+        self.waiting.store(!goes_on, Ordering::Relaxed);
+        goes_on
     }
 
     /// The number of that generation.

@@ -5,7 +5,10 @@
 use std::{
     collections::VecDeque,
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -29,6 +32,7 @@ use serde_json::{Value, json};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     process::Command,
+    sync::Notify,
 };
 use tower::{Service, ServiceExt};
 
@@ -148,6 +152,7 @@ impl Lab {
     }
 }
 
+const SECOND: Duration = Duration::from_secs(1);
 /// Longer than any machine is busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Shorter than what would be waited for if something went wrong, longer than a machine is busy.
@@ -1299,96 +1304,211 @@ async fn a_list_of_tools_that_was_read_before_they_changed_is_not_trusted() {
     client.shutdown(PATIENCE).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn nothing_is_sent_to_a_server_that_has_failed_the_probe_while_others_still_wait_for_it() {
-    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
-    let seen = Arc::clone(&asked);
-    let silent = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let (is_silent, tell) = (Arc::clone(&silent), Arc::new(tokio::sync::Notify::new()));
-    let told = Arc::clone(&tell);
-    let connector = Connector::new((), move || {
-        let (ours, theirs) = tokio::io::duplex(1 << 16);
-        let (seen, is_silent, told) = (Arc::clone(&seen), Arc::clone(&is_silent), Arc::clone(&told));
-        tokio::spawn(async move {
-            let (read, mut write) = tokio::io::split(theirs);
-            let mut lines = BufReader::new(read).lines();
-            loop {
-                let line = tokio::select! {
-                    line = lines.next_line() => line,
-                    () = told.notified() => {
-                        let word = json!({
-                            "jsonrpc": "2.0", "method": "notifications/message",
-                            "params": { "level": "info", "data": "awake" },
-                        });
-                        write.write_all(format!("{word}\n").as_bytes()).await.unwrap();
-                        continue;
-                    }
-                };
-                let Ok(Some(line)) = line else { return };
-                let message: Value = serde_json::from_str(&line).unwrap();
-                let name = message["params"]["name"].as_str().unwrap_or_default();
-                seen.lock().unwrap().push(name.to_owned());
-                if is_silent.load(std::sync::atomic::Ordering::Relaxed) || message.get("id").is_none() {
+/// A server in memory that falls silent, and is heard again, when the test says so.
+#[derive(Clone, Default)]
+struct Moody {
+    /// The tools that it was asked for, and an empty name for anything else.
+    asked: Arc<Mutex<Vec<String>>>,
+    silent: Arc<AtomicBool>,
+    speaks: Arc<Notify>,
+}
+
+impl Moody {
+    fn connector(&self) -> Connector {
+        let moody = self.clone();
+        Connector::new((), move || {
+            let (ours, theirs) = tokio::io::duplex(1 << 16);
+            tokio::spawn(moody.clone().serve(theirs));
+            Ok::<_, std::io::Error>(ours)
+        })
+        .tools(ToolRules::new().read_only(["ok"]))
+    }
+
+    async fn serve(self, pipe: tokio::io::DuplexStream) {
+        let (read, mut write) = tokio::io::split(pipe);
+        let mut lines = BufReader::new(read).lines();
+        loop {
+            let line = tokio::select! {
+                line = lines.next_line() => line,
+                () = self.speaks.notified() => {
+                    let word = json!({
+                        "jsonrpc": "2.0", "method": "notifications/message",
+                        "params": { "level": "info", "data": "awake" },
+                    });
+                    write.write_all(format!("{word}\n").as_bytes()).await.unwrap();
                     continue;
                 }
-                let result = match message["method"].as_str() {
-                    Some("initialize") => json!({
-                        "protocolVersion": "2025-06-18", "capabilities": {},
-                        "serverInfo": { "name": "mem", "version": "1" },
-                    }),
-                    _ => json!({ "content": [] }),
-                };
-                let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
-                write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            };
+            let Ok(Some(line)) = line else { return };
+            let message: Value = serde_json::from_str(&line).unwrap();
+            let name = message["params"]["name"].as_str().unwrap_or_default();
+            self.asked.lock().unwrap().push(name.to_owned());
+            if self.silent.load(Ordering::Relaxed) || message.get("id").is_none() {
+                continue;
             }
+            let result = match message["method"].as_str() {
+                Some("initialize") => json!({
+                    "protocolVersion": "2025-06-18", "capabilities": {},
+                    "serverInfo": { "name": "mem", "version": "1" },
+                }),
+                _ => json!({ "content": [] }),
+            };
+            let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+            write.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+        }
+    }
+
+    /// Whether it answers from now on.
+    fn answers(&self, answers: bool) {
+        self.silent.store(!answers, Ordering::Relaxed);
+    }
+
+    /// It says something of its own accord.
+    async fn speaks(&self) {
+        self.speaks.notify_one();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+
+    fn count(&self, name: &str) -> usize {
+        self.asked.lock().unwrap().iter().filter(|asked| *asked == name).count()
+    }
+
+    /// Falls silent and fails the probe, while a read that lasts long keeps the connection open. So many seconds after
+    /// that began.
+    async fn counts_as_gone(&self, client: &Client, seconds: u32) -> tokio::task::JoinHandle<()> {
+        self.answers(false);
+        let (long, short) = (client.clone(), client.clone());
+        let keeps = tokio::spawn(async move {
+            _ = long.oneshot(Request::from(tool("ok")).within(600 * SECOND)).await;
         });
-        Ok::<_, std::io::Error>(ours)
-    });
-    let second = Duration::from_secs(1);
-    let client = Arc::new(Lab::new().stack(connector));
+        tokio::spawn(short.oneshot(Request::from(tool("ok")).within(SECOND)));
+        // The question whether it is there has 5 seconds.
+        tokio::time::sleep(seconds * SECOND).await;
+        keeps
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_sent_to_a_server_that_has_failed_the_probe_while_others_still_wait_for_it() {
+    let server = Moody::default();
+    let client = Arc::new(Lab::new().stack(server.connector()));
     client.call_tool(tool("w_ok")).await.unwrap();
-    silent.store(true, std::sync::atomic::Ordering::Relaxed);
-    let patient = Request::from(tool("w_long")).within(600 * second);
+    server.answers(false);
+    let patient = Request::from(tool("w_long")).within(600 * SECOND);
     let patient = tokio::spawn({
         let client = Arc::clone(&client);
         async move { client.send(patient).await }
     });
-    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    let expired = client.send(Request::from(tool("w_short")).within(SECOND)).await.unwrap_err();
     assert_eq!(expired.outcome(), Outcome::Unknown);
     // The question whether it is there has 5 seconds.
-    tokio::time::sleep(10 * second).await;
-    let late = client.send(Request::from(tool("w_late")).within(2 * second)).await.unwrap_err();
+    tokio::time::sleep(10 * SECOND).await;
+    let late = client.send(Request::from(tool("w_late")).within(2 * SECOND)).await.unwrap_err();
     assert_eq!((late.outcome(), late.delivery()), (Outcome::NotDone, Delivery::NotSent), "{late:?}");
-    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_late"));
+    assert_eq!(server.count("w_late"), 0);
 
     // It is heard again: what waited is sent.
-    let waits = Request::from(tool("w_waits")).within(60 * second);
+    let waits = Request::from(tool("w_waits")).within(60 * SECOND);
     let waits = tokio::spawn({
         let client = Arc::clone(&client);
         async move { client.send(waits).await }
     });
-    tokio::time::sleep(second).await;
-    assert!(!asked.lock().unwrap().iter().any(|name| name == "w_waits"));
-    silent.store(false, std::sync::atomic::Ordering::Relaxed);
-    tell.notify_one();
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(server.count("w_waits"), 0);
+    server.answers(true);
+    server.speaks().await;
     assert!(waits.await.unwrap().is_ok());
 
     // It falls silent once more, for good: what waited for it goes to the next connection.
-    silent.store(true, std::sync::atomic::Ordering::Relaxed);
-    let expired = client.send(Request::from(tool("w_short")).within(second)).await.unwrap_err();
+    server.answers(false);
+    let expired = client.send(Request::from(tool("w_short")).within(SECOND)).await.unwrap_err();
     assert_eq!(expired.outcome(), Outcome::Unknown);
-    tokio::time::sleep(10 * second).await;
-    let moves = Request::from(tool("w_moves")).within(3600 * second);
+    tokio::time::sleep(10 * SECOND).await;
+    let moves = Request::from(tool("w_moves")).within(3600 * SECOND);
     let moves = tokio::spawn({
         let client = Arc::clone(&client);
         async move { client.send(moves).await }
     });
-    tokio::time::sleep(second).await;
-    silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    tokio::time::sleep(SECOND).await;
+    server.answers(true);
     assert_eq!(patient.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
     assert!(moves.await.unwrap().is_ok());
     assert_eq!(client.generation(), Some(2));
-    assert_eq!(asked.lock().unwrap().iter().filter(|name| **name == "w_moves").count(), 1);
+    assert_eq!(server.count("w_moves"), 1);
+}
+
+/// The first write is called first, and goes after the second one, which is in doubt by then.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_held_back_from_a_silent_server_counts_when_it_goes() {
+    let server = Moody::default();
+    let safety = WriteSafetyLayer::new(|doubt: InDoubt<Request, ServerResult>| async move {
+        Ok(doubt.not_landed_because("nothing lands late here"))
+    });
+    let safety = safety.attempt_timeout(5 * SECOND);
+    let client = Stack::builder(server.connector()).deadline(PATIENCE).writes(safety).build().unwrap();
+    client.send(Request::from(tool("w_ok"))).await.unwrap();
+    let _keeps = server.counts_as_gone(&client, 10).await;
+
+    let call = |name| tokio_test::task::spawn(client.clone().oneshot(tool(name).into()));
+    let (mut first, mut second) = (call("w_first"), call("w_second"));
+    assert!(first.poll().is_pending() && second.poll().is_pending());
+    server.speaks().await;
+    assert!(second.poll().is_pending());
+    tokio::time::sleep(SECOND).await;
+    assert_eq!((server.count("w_first"), server.count("w_second")), (0, 1));
+    server.answers(true);
+    first.await.unwrap();
+    // A replay of the second one would land on the first one.
+    let error = second.await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::NotDone, "{error:?}");
+    assert_eq!((server.count("w_first"), server.count("w_second")), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_held_back_from_a_silent_server_does_not_go_once_its_key_is_in_doubt() {
+    let server = Moody::default();
+    let safety = WriteSafetyLayer::refuse().conflict_key(|_: &Request| Some("key"));
+    let client = Stack::builder(server.connector()).deadline(PATIENCE).writes(safety).build().unwrap();
+    client.send(Request::from(tool("w_ok"))).await.unwrap();
+    let _keeps = server.counts_as_gone(&client, 10).await;
+
+    let call = |name, limit| {
+        tokio_test::task::spawn(client.clone().oneshot(Request::from(tool(name)).within(limit)))
+    };
+    let (mut first, mut second) = (call("w_first", PATIENCE), call("w_second", 3 * SECOND));
+    assert!(first.poll().is_pending() && second.poll().is_pending());
+    server.speaks().await;
+    assert_eq!(second.await.unwrap_err().outcome(), Outcome::Unknown);
+    server.answers(true);
+    let error = first.await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::KeyInDoubt(_))), "{error:?}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
+    assert_eq!((server.count("w_first"), server.count("w_second")), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_was_held_back_from_a_silent_server_does_not_go_over_a_write_that_went_before_it() {
+    let server = Moody::default();
+    let keyed = KeyedWrites::argument("/key").honoured_for(600 * SECOND);
+    let safety = WriteSafetyLayer::refuse().keyed(keyed).attempt_timeout(8 * SECOND);
+    let client = Stack::builder(server.connector()).deadline(PATIENCE).writes(safety).build().unwrap();
+    client.send(Request::from(tool("w_ok"))).await.unwrap();
+
+    let call = |name| tokio_test::task::spawn(client.clone().oneshot(Request::tool(name, json!({}))));
+    let mut first = call("w_first");
+    server.answers(false);
+    assert!(first.poll().is_pending());
+    let _keeps = server.counts_as_gone(&client, 9).await;
+    assert!(first.poll().is_pending(), "it is in doubt, and its replay is held back");
+    let mut second = call("w_second");
+    assert!(second.poll().is_pending());
+    assert_eq!((server.count("w_first"), server.count("w_second")), (1, 0));
+    server.answers(true);
+    server.speaks().await;
+    second.await.unwrap();
+    let error = first.await.unwrap_err();
+    assert_eq!(error.outcome(), Outcome::Unknown, "{error:?}");
+    assert_eq!((server.count("w_first"), server.count("w_second")), (1, 1));
 }
 
 #[test]
@@ -1775,7 +1895,7 @@ async fn a_session_that_is_gone_is_not_ended_at_the_server_and_one_that_lives_is
 #[tokio::test]
 async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     let lab = Lab::new();
-    let command = lab.command("hold() { sleep 1; result ok; }; large() { result ok; }");
+    let command = lab.command("hold() { sleep 2; result ok; }; large() { result ok; }");
     let rules = ToolRules::new().read_only(["ok", "hold", "large"]);
     let connector = Connector::stdio((), command).tools(rules);
     let client: Client = Stack::builder(connector).deadline(PATIENCE).build().unwrap();
@@ -1790,7 +1910,7 @@ async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     let arguments = json!({ "of": "x".repeat(1 << 20) });
     let mut large =
         call(tool("large").with_arguments(arguments.as_object().unwrap().clone()).into(), PATIENCE);
-    let mut write = call(tool("w_ok").into(), Duration::from_millis(300));
+    let mut write = call(tool("w_ok").into(), SECOND);
     for calling in [&mut large, &mut write] {
         for _ in 0..5 {
             assert!(calling.poll().is_pending());
@@ -1800,7 +1920,9 @@ async fn a_write_whose_time_is_up_is_not_begun_with_when_its_turn_comes() {
     lab.until_asked("large").await;
     hold.await.unwrap();
     large.await.unwrap();
-    assert_eq!(write.await.unwrap_err().outcome(), Outcome::NotDone);
+    let error = write.await.unwrap_err();
+    assert!(matches!(error.cause(), Cause::Deadline), "{error:?}");
+    assert_eq!(error.outcome(), Outcome::NotDone);
     client.send(Request::from(tool("ok"))).await.unwrap();
     assert_eq!(lab.count("w_ok"), 0);
     client.shutdown(PATIENCE).await;

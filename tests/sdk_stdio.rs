@@ -17,7 +17,10 @@ use goaround::{
     Call, Cause, Outcome, Refusal, Stack, WriteSafetyLayer,
     mcp::ToolRules,
     sdk::{Client, Connector, Request},
-    write_safety::ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
+    write_safety::{
+        KeyedWrites,
+        ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, ServerProcess, State},
+    },
 };
 use lab::{Events, append, builder, check, check_without_a_word, lines, ms, word};
 use serde_json::{Value, json};
@@ -28,8 +31,19 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
+use tokio_test::task;
+use tower::ServiceExt;
 
 const BOUND: Duration = Duration::from_secs(30);
+
+/// Waits by looking again and again.
+async fn until(mut holds: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < BOUND, "it takes too long");
+        sleep(ms(2)).await;
+    }
+}
 
 async fn bounded<F: Future>(what: &str, future: F) -> F::Output {
     match timeout(BOUND, future).await {
@@ -709,4 +723,84 @@ async fn calls_that_wait_for_a_pipe_that_nobody_reads_leave_nothing_behind() {
     let after = metrics.num_alive_tasks();
     assert!(after < before + 20, "{before} tasks before, {after} after");
     large.abort();
+}
+
+/// Says in `$log` what tools it is asked for. The first process dies of `pay`, and `hold` reads nothing for three seconds.
+const FORGETS: &str = r#"
+answer() { printf '{"jsonrpc":"2.0","id":%s,"result":%s}\n' "$id" "$1"; }
+first=; [ -e "$log.once" ] || { first=first; : >"$log.once"; }
+while read -r line; do
+    method=${line#*'"method":"'}; method=${method%%'"'*}
+    name=${line##*'"name":"'}; name=${name%%'"'*}
+    case $line in *'"id":'*) ;; *) continue ;; esac
+    id=${line#*'"id":'}; id=${id%%,*}; id=${id%%\}*}
+    case $method in
+        initialize) answer '{"protocolVersion":"2025-06-18","capabilities":{"tools":{}},"serverInfo":{"name":"sh","version":"1"}}' ;;
+        tools/call)
+            echo "$name" >>"$log"
+            [ "$name$first" = payfirst ] && kill -KILL $$
+            [ "$name" = hold ] && sleep 3
+            answer '{"content":[]}' ;;
+        *) answer '{}' ;;
+    esac
+done
+"#;
+
+/// A write is lost with its server, and its replay by its key comes to a pipe that is full to the last byte. When the
+/// next server reads, it has forgotten the key, whether the caller's task has had its turn by then or not.
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_replay_of_which_the_pipe_accepted_nothing_is_not_sent_after_its_keys_time() {
+    for is_polled in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(FORGETS).env("log", &log);
+        let asked = |name: &str| {
+            let asked = fs::read_to_string(&log).unwrap_or_default();
+            asked.lines().filter(|asked| *asked == name).count()
+        };
+        let connector = Connector::stdio((), command).tools(ToolRules::new().read_only(["ok", "hold"]));
+        let keyed = KeyedWrites::argument("/key").honoured_for(ms(1_500));
+        let safety = WriteSafetyLayer::refuse().keyed(keyed);
+        let client: Client = Stack::builder(connector).deadline(BOUND).writes(safety).build().unwrap();
+        assert_eq!(word(&client.send(Request::tool("ok", json!({}))).await), "ok");
+
+        let call = |name, of: Value| task::spawn(client.clone().oneshot(Request::tool(name, of)));
+        let mut pay = call("pay", json!({}));
+        assert!(pay.poll().is_pending());
+        until(|| asked("pay") == 1).await;
+        // Others find the connection dead, and fill the pipe to the next server.
+        sleep(ms(20)).await;
+        let mut others = vec![call("hold", json!({}))];
+        until(|| others[0].poll().is_pending() && asked("hold") == 1).await;
+        // Fifteen of about a page each, beside a small message of the SDK's own: a pipe has sixteen places of a page,
+        // and takes of a message below a page all or nothing.
+        for _ in 0..15 {
+            let mut filler = call("ok", json!({ "of": "x".repeat(3_900) }));
+            for _ in 0..3 {
+                assert!(filler.poll().is_pending());
+                sleep(ms(2)).await;
+            }
+            others.push(filler);
+        }
+        let said = match is_polled {
+            true => bounded("pay", pay).await,
+            false => {
+                for _ in 0..3 {
+                    assert!(pay.poll().is_pending());
+                    sleep(ms(20)).await;
+                }
+                until(|| asked("ok") == 16).await;
+                bounded("pay", pay).await
+            }
+        };
+        for other in others {
+            assert_eq!(word(&bounded("another", other).await), "ok");
+        }
+        assert_eq!(word(&client.send(Request::tool("ok", json!({}))).await), "ok");
+        assert_eq!((asked("pay"), word(&said)), (1, "unknown"), "{is_polled}: {said:?}");
+        assert_eq!(client.generation(), Some(2), "{is_polled}");
+        client.shutdown(ms(1_000)).await;
+    }
 }

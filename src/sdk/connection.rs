@@ -538,8 +538,8 @@ impl Inner {
     /// back while it waited for its turn, it is refused.
     pub(super) fn lets_go_out(&self, exchange: &Exchange) -> bool {
         let request = &exchange.request;
-        if request.context().overdue().is_some() {
-            exchange.refuse(Sight::Overdue);
+        if let Some(overdue) = request.context().overdue() {
+            exchange.refuse(Sight::Overdue(overdue));
             return false;
         }
         let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);
@@ -610,9 +610,15 @@ impl Inner {
     }
 
     /// Waits while the server counts as gone: what is sent to it would be in doubt for nothing. Over HTTP each request
-    /// goes its own way, and may be the one that is answered.
-    async fn may_send(&self) {
+    /// goes its own way, and may be the one that is answered. `false`: it may not go any more, since of what waits it is
+    /// asked in which order it goes.
+    async fn may_send(&self, exchange: &Exchange) -> bool {
+        let activity = exchange.request.context().activity();
         while self.is_doomed() {
+            if let Some(activity) = activity {
+                // Its layer sees that before it polls this again.
+                activity.waits();
+            }
             let stirred = self.stirred.notified();
             tokio::pin!(stirred);
             // Registered before it is looked at what happened.
@@ -621,6 +627,7 @@ impl Inner {
                 quietly(stirred).await;
             }
         }
+        activity.is_none_or(|activity| activity.goes_on())
     }
 
     fn is_doomed(&self) -> bool {
@@ -630,10 +637,9 @@ impl Inner {
     /// Until when calls in flight put off the end of a silent connection; `None` if none does.
     fn last_deadline(&self, now: Instant, patience: Instant, doomed: &HashSet<u64>) -> Option<Instant> {
         let state = self.lock();
-        // Of what is queued nothing was sent, and the next connection may have it; on this one it would wait until its
-        // own deadline.
-        let is_queued = |call: &Exchange| self.kind != Kind::Http && call.frame.is_queued();
-        let calls = state.calls.values().filter(|call| doomed.contains(&call.key) && !is_queued(call));
+        // What was not sent the next connection may have; on this one it would wait until its own deadline.
+        let is_unwritten = |call: &Exchange| self.kind != Kind::Http && call.is_unwritten();
+        let calls = state.calls.values().filter(|call| doomed.contains(&call.key) && !is_unwritten(call));
         // A stream that waits for ever is no reason to wait.
         let calls =
             calls.filter(|call| call.request.method() != "subscriptions/listen" && !call.is_given_up());
@@ -827,10 +833,12 @@ impl Connection {
             return ResponseFuture(Phase::Failed(exchange.not_sent(&closure)));
         };
         let ticketed = exchange.ticketed();
-        let inner = Arc::clone(inner);
+        let (inner, held_back) = (Arc::clone(inner), Arc::clone(&exchange));
         let sending = async move {
-            inner.may_send().await;
-            peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await
+            if !inner.may_send(&held_back).await {
+                return None;
+            }
+            Some(peer.send_request_with_option(ticketed, PeerRequestOptions::no_options()).await)
         };
         ResponseFuture(Phase::Waiting(Box::new(Waiting {
             handle: Arc::clone(&self.0),
@@ -934,10 +942,13 @@ struct Waiting {
     handle: Arc<Handle>,
     exchange: Arc<Exchange>,
     /// On its way into the SDK's queue.
-    sending: Option<BoxFuture<Result<RequestHandle<RoleClient>, ServiceError>>>,
+    sending: Option<BoxFuture<Sent>>,
     answer: Option<RequestHandle<RoleClient>>,
     polled: bool,
 }
+
+/// A call that is in the SDK's queue; `None`: it was held back, and may not go any more.
+type Sent = Option<Result<RequestHandle<RoleClient>, ServiceError>>;
 
 /// How a call has ended; `None`: its deadline passed, with the frame taken.
 type Waited = Option<Result<ServerResult, CallError>>;
@@ -968,9 +979,14 @@ impl Waiting {
             let sent = ready!(sending.as_mut().poll(cx));
             self.sending = None;
             match sent {
-                Ok(answer) => self.answer = Some(answer),
+                None => {
+                    self.exchange.withdraw();
+                    let error = CallError::attempt_timeout(Delivery::NotSent);
+                    return Poll::Ready(Err(self.exchange.hand_back(error)));
+                }
+                Some(Ok(answer)) => self.answer = Some(answer),
                 // It never came into the queue, which closes with the connection.
-                Err(_) => {
+                Some(Err(_)) => {
                     inner.close("the connection was closed");
                     return match self.exchange.poll_end(cx) {
                         Some(error) => Poll::Ready(Err(error)),

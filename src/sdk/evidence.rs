@@ -26,7 +26,7 @@ pub(super) enum Sight {
     /// Nor was it, or will be, since the server has taken back the annotation by which it was taken for harmless.
     EffectChanged,
     /// Nor was it, or will be, since its time was up before its turn came.
-    Overdue,
+    Overdue(CallError),
     /// A refusal, and how long the server asks to wait.
     Evidence(Evidence, Option<Duration>, Option<u16>),
     /// 401, and the credentials are others now: worth a repetition, if the call may be repeated.
@@ -75,7 +75,7 @@ impl Sight {
             Sight::Refreshed => HttpError::new(HttpErrorKind::Unauthorized, Some(401)),
             Sight::Odd(kind, status) => HttpError::new(kind, status),
             Sight::SessionLost(_) => HttpError::new(HttpErrorKind::SessionUnknown, Some(404)),
-            Sight::EffectChanged | Sight::Overdue | Sight::TooLarge(_) => return None,
+            Sight::EffectChanged | Sight::Overdue(_) | Sight::TooLarge(_) => return None,
         })
     }
 }
@@ -290,7 +290,7 @@ pub(crate) fn safe_text(error: &(dyn StdError + 'static)) -> Option<String> {
 pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (CallError, bool) {
     let mut is_lost = false;
     let judged = match exchange.take_sight() {
-        Some(Sight::Overdue) => exchange.hand_back(CallError::attempt_timeout(Delivery::NotSent)),
+        Some(Sight::Overdue(overdue)) => exchange.hand_back(overdue),
         Some(sight) => {
             is_lost = sight.may_be_shared();
             seen(sight, Some(error))
@@ -316,7 +316,7 @@ pub(super) fn judge(error: ServiceError, exchange: &Exchange, bytes: bool) -> (C
 pub(super) fn seen(sight: Sight, error: Option<ServiceError>) -> CallError {
     match sight {
         Sight::EffectChanged => CallError::refused(Refusal::EffectChanged),
-        Sight::Overdue => CallError::attempt_timeout(Delivery::NotSent),
+        Sight::Overdue(overdue) => overdue,
         Sight::Evidence(evidence, wait, status) => {
             let judged = match Sight::Evidence(evidence, wait, status).http() {
                 Some(source) => CallError::evidence(evidence, source.caused_by(error)),

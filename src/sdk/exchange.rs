@@ -1,6 +1,7 @@
 //! One call, shared by its future and by what carries it: who has its bytes, and what the transport saw of it.
 
 use std::{
+    mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
@@ -50,6 +51,8 @@ struct State {
     /// request. Both together say that the last byte was sent.
     let_go: bool,
     taken_up: bool,
+    /// It was marked as withdrawn.
+    withdrawn: bool,
 }
 
 /// The exchange, as it travels with the SDK's request: never on the wire.
@@ -139,21 +142,40 @@ impl Exchange {
         }
     }
 
-    /// Marks that nothing was sent and nothing will be.
+    /// Marks that nothing was sent and nothing will be: once, since another connection may have the request after that.
     pub(super) fn mark_withdrawn(&self) {
         if let Some(activity) = self.request.context().activity() {
-            activity.withdrawn();
+            let mut state = self.state();
+            if !mem::replace(&mut state.withdrawn, true) {
+                activity.withdrawn();
+            }
         }
     }
 
     /// Withdraws the frame. `true`: not one byte of it was or will be written.
     pub(super) fn withdraw(&self) -> bool {
-        if self.frame.withdraw() {
+        if self.withdraw_unwritten() {
             // Kept for a transport that has yet to look.
             self.gone.notify_one();
             return true;
         }
-        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged | Sight::Overdue))
+        matches!(self.state().sight, Some(Sight::NotSent(..) | Sight::EffectChanged | Sight::Overdue(_)))
+    }
+
+    /// The same, by the transport. What it has taken is withdrawn too as long as the pipe has accepted nothing of it.
+    fn withdraw_unwritten(&self) -> bool {
+        if self.frame.withdraw() {
+            return true;
+        }
+        let mut state = self.state();
+        let is_unwritten = state.is_unwritten();
+        state.sealed |= is_unwritten;
+        is_unwritten
+    }
+
+    /// Whether it is there to be written, and not one byte of it was so far.
+    pub(super) fn is_unwritten(&self) -> bool {
+        self.frame.is_queued() || self.state().is_unwritten()
     }
 
     /// Resolves when the frame was withdrawn by whoever waits for the call.
@@ -163,7 +185,7 @@ impl Exchange {
 
     /// It does not go out, for that reason.
     pub(super) fn refuse(&self, why: Sight) {
-        if self.frame.withdraw() {
+        if self.withdraw_unwritten() {
             self.mark_withdrawn();
             self.saw(why);
         }
@@ -266,7 +288,6 @@ impl Exchange {
             state.accepted
         };
         match accepted {
-            Some((0, _)) => self.not_sent(closure),
             // Servers run a message that lacks but its newline. Elsewhere than on Unix tokio buffers what is
             // written to a child, and may write it out later.
             Some((accepted, len)) if cfg!(unix) && accepted + 1 < len => {
@@ -294,5 +315,12 @@ impl Exchange {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Whether a transport that counts bytes has the frame, and has accepted nothing of it.
+    fn is_unwritten(&self) -> bool {
+        matches!(self.accepted, Some((0, _)))
     }
 }

@@ -147,6 +147,8 @@ mod request;
 mod retry_after;
 mod session;
 mod sse;
+#[cfg(test)]
+mod tests;
 mod transport;
 
 pub(crate) use evidence::safe_text;

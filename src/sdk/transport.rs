@@ -409,18 +409,28 @@ impl AnyTransport for Pipe {
             };
             match exchange {
                 Some(exchange) => {
-                    if !inner.lets_go_out(&exchange) || !exchange.begin(frame.len()) {
+                    if !exchange.begin(frame.len()) {
                         return Err(TransportError::withdrawn());
                     }
-                    let written = Writing { exchange: &exchange, writer, frame: &frame, at: 0 }.await;
-                    if written.is_ok() {
-                        exchange.set_heard(inner.times_heard());
-                        exchange.mark_sent();
-                    }
-                    if let Err(error) = written {
-                        // What was written of it is known there, and the pipe is of no use any more.
-                        inner.close("writing to the server failed");
-                        return Err(TransportError::of(error));
+                    let writing =
+                        Writing { inner: &inner, exchange: &exchange, writer, frame: &frame, at: 0 };
+                    let written = tokio::select! {
+                        biased;
+                        // The pipe has accepted nothing of it, and others may go on.
+                        () = exchange.was_withdrawn() => None,
+                        written = writing => written,
+                    };
+                    match written {
+                        None => return Err(TransportError::withdrawn()),
+                        Some(Ok(())) => {
+                            exchange.set_heard(inner.times_heard());
+                            exchange.mark_sent();
+                        }
+                        Some(Err(error)) => {
+                            // What was written of it is known there, and the pipe is of no use any more.
+                            inner.close("writing to the server failed");
+                            return Err(TransportError::of(error));
+                        }
                     }
                 }
                 None => {
@@ -460,8 +470,9 @@ impl Drop for Waiting {
     }
 }
 
-/// Writes a call's frame, as long as the call's bytes may be written.
+/// Writes a call's frame, as long as the call's bytes may be written. `None`: not one was, and none will be.
 struct Writing<'a> {
+    inner: &'a Inner,
     exchange: &'a Exchange,
     writer: &'a mut WriteHalf<Box<dyn Io>>,
     frame: &'a [u8],
@@ -469,10 +480,14 @@ struct Writing<'a> {
 }
 
 impl Future for Writing<'_> {
-    type Output = io::Result<()>;
+    type Output = Option<io::Result<()>>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
+        // What held for it may not hold any more when a pipe that was full takes the first of it.
+        if this.at == 0 && !this.inner.lets_go_out(this.exchange) {
+            return Poll::Ready(None);
+        }
         while this.at < this.frame.len() {
             let rest = &this.frame[this.at..];
             let write = || Pin::new(&mut *this.writer).poll_write(cx, rest);
@@ -480,15 +495,17 @@ impl Future for Writing<'_> {
                 Poll::Ready(Ok(accepted)) => *accepted,
                 _ => 0,
             };
-            match this.exchange.write(write, accepted) {
-                None => return Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
-                Some(written) => match ready!(written)? {
-                    0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                    accepted => this.at += accepted,
-                },
+            let Some(written) = this.exchange.write(write, accepted) else {
+                let closed = || Err(io::ErrorKind::NotConnected.into());
+                return Poll::Ready((this.at > 0).then(closed));
+            };
+            match ready!(written) {
+                Ok(0) => return Poll::Ready(Some(Err(io::ErrorKind::WriteZero.into()))),
+                Ok(accepted) => this.at += accepted,
+                Err(error) => return Poll::Ready(Some(Err(error))),
             }
         }
-        Pin::new(&mut *this.writer).poll_flush(cx)
+        Pin::new(&mut *this.writer).poll_flush(cx).map(Some)
     }
 }
 

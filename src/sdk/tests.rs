@@ -1,0 +1,402 @@
+//! Calls over the pipe to a child process, where the test says how many bytes the pipe accepts.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex},
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use rmcp::{
+    RoleClient,
+    service::{ClientLifecycleMode, RunningService, serve_client_with_lifecycle},
+};
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream, ReadBuf, duplex},
+    time::{Instant, sleep},
+};
+use tokio_test::task::{self, Spawn};
+use tower::Service;
+
+use super::{
+    Connection, Request,
+    connection::{Inner, Kind, ResponseFuture, Running},
+    session::Memory,
+    transport::{Pipe, Witness},
+};
+use crate::{
+    Activity, Basis, Call, CallError, Cause, Deadline, Delivery, Effect, Refusal,
+    call::Gate,
+    connection::BoxFuture,
+    event::Peer,
+    mcp::{Catalog, ToolRules},
+};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// A pipe that accepts so many bytes as there is room for.
+struct Narrow {
+    pipe: DuplexStream,
+    room: Arc<Mutex<Room>>,
+}
+
+struct Room {
+    bytes: usize,
+    /// Who waits for more.
+    waker: Option<Waker>,
+}
+
+impl AsyncRead for Narrow {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.pipe).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Narrow {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let Self { pipe, room } = &mut *self;
+        let mut room = room.lock().unwrap();
+        if room.bytes == 0 {
+            room.waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        let written = Pin::new(pipe).poll_write(cx, &buf[..buf.len().min(room.bytes)]);
+        if let Poll::Ready(Ok(written)) = &written {
+            room.bytes -= written;
+        }
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.pipe).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.pipe).poll_shutdown(cx)
+    }
+}
+
+struct Client(RunningService<RoleClient, ()>);
+
+impl Running for Client {
+    fn close(self: Box<Self>) -> BoxFuture<()> {
+        Box::pin(async move { drop(self.0.cancel().await) })
+    }
+}
+
+/// A connection over a narrow pipe, to a server that answers every call of a tool.
+struct Lab {
+    connection: Connection,
+    inner: Arc<Inner>,
+    room: Arc<Mutex<Room>>,
+    /// The tools that the server was asked for.
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Lab {
+    async fn new() -> Self {
+        let (ours, theirs) = duplex(1 << 20);
+        let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+        tokio::spawn(serve(theirs, Arc::clone(&asked)));
+        let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
+        let memory = Arc::new(Memory::new(ToolRules::new()));
+        let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
+        let narrow = Narrow { pipe: ours, room: Arc::clone(&room) };
+        let pipe = Pipe::new(Arc::clone(&inner), narrow, Box::pin(std::future::pending()));
+        let witness = Witness::new(Box::new(pipe), Arc::clone(&inner), true);
+        let running = serve_client_with_lifecycle((), witness, ClientLifecycleMode::Initialize);
+        let running = running.await.unwrap();
+        let (peer, about) = (running.peer().clone(), Peer { server: None, client: None, protocol: None });
+        let connection = Connection::new(Arc::clone(&inner), peer, about, Box::new(Client(running)));
+        let lab = Self { connection, inner, room, asked };
+        settle().await;
+        lab
+    }
+
+    /// From now on the pipe accepts so many bytes.
+    fn leave_room(&self, bytes: usize) {
+        let mut room = self.room.lock().unwrap();
+        room.bytes = bytes;
+        if let Some(waker) = room.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// A call as far as it gets by itself.
+    async fn begin(&self, request: Request) -> Spawn<ResponseFuture> {
+        let mut call = task::spawn(self.connection.clone().call(request));
+        assert!(call.poll().is_pending());
+        settle().await;
+        call
+    }
+
+    /// The same of one whose frame the pipe was offered, and has not accepted whole.
+    async fn begin_held_up(&self, request: Request) -> Spawn<ResponseFuture> {
+        let call = self.begin(request).await;
+        assert!(self.room.lock().unwrap().waker.is_some());
+        call
+    }
+
+    fn asked(&self) -> Vec<String> {
+        self.asked.lock().unwrap().clone()
+    }
+}
+
+async fn settle() {
+    sleep(MS).await;
+}
+
+async fn serve(pipe: DuplexStream, asked: Arc<Mutex<Vec<String>>>) {
+    let mut pipe = BufReader::new(pipe);
+    let mut line = String::new();
+    while pipe.read_line(&mut line).await.unwrap_or(0) > 0 {
+        let message: Value = serde_json::from_str(&line).unwrap();
+        line.clear();
+        let result = match message["method"].as_str() {
+            _ if message.get("id").is_none() => continue,
+            Some("initialize") => json!({
+                "protocolVersion": "2025-06-18", "capabilities": {},
+                "serverInfo": { "name": "mem", "version": "1" },
+            }),
+            Some("tools/call") => {
+                let name = message["params"]["name"].as_str().unwrap();
+                asked.lock().unwrap().push(name.to_owned());
+                json!({ "content": [] })
+            }
+            _ => json!({}),
+        };
+        let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
+        pipe.get_mut().write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+    }
+}
+
+fn tool(name: &'static str) -> Request {
+    Request::tool(name, json!({}))
+}
+
+fn seconds(count: u32) -> Deadline {
+    Deadline::At(Instant::now() + count * SECOND)
+}
+
+/// The first tool, with what is marked of it.
+fn watched() -> (Request, Arc<Activity>) {
+    let (mut request, activity) = (tool("first"), Arc::<Activity>::default());
+    request.context_mut().set_activity(Some(Arc::clone(&activity)));
+    (request, activity)
+}
+
+fn is_sent(activity: &Activity) -> bool {
+    activity.poll_sent(&mut Context::from_waker(Waker::noop())).is_ok()
+}
+
+fn failed(call: &mut Spawn<ResponseFuture>) -> CallError {
+    match call.poll() {
+        Poll::Ready(Err(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// How a call of which the pipe has accepted nothing may end.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Deadline,
+    AttemptTime,
+    Dropped,
+    Closure,
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_of_which_the_pipe_has_accepted_nothing_was_not_sent_and_what_is_behind_it_goes() {
+    for end in [End::Deadline, End::AttemptTime, End::Dropped, End::Closure] {
+        let lab = Lab::new().await;
+        lab.leave_room(0);
+        let (mut request, activity) = watched();
+        match end {
+            End::Deadline => request.context_mut().set_deadline(seconds(1)),
+            End::AttemptTime => request.context_mut().set_attempt_until(seconds(1).instant()),
+            End::Dropped | End::Closure => {}
+        }
+        let mut first = lab.begin_held_up(request).await;
+        let mut second = lab.begin(tool("second")).await;
+        sleep(2 * SECOND).await;
+        let cause = match end {
+            End::Deadline => Some("deadline"),
+            End::AttemptTime => Some("attempt_timeout"),
+            End::Dropped => None,
+            End::Closure => {
+                lab.connection.close();
+                Some("closed")
+            }
+        };
+        match cause {
+            None => drop(first),
+            Some(cause) => {
+                let mut error = failed(&mut first);
+                assert_eq!((error.cause().name(), error.delivery()), (cause, Delivery::NotSent));
+                assert!(error.take_request::<Request>().is_some(), "{end:?}");
+            }
+        }
+        assert!(activity.was_withdrawn() && !is_sent(&activity), "{end:?}");
+
+        settle().await;
+        lab.leave_room(usize::MAX);
+        if matches!(end, End::Closure) {
+            assert_eq!(failed(&mut second).delivery(), Delivery::NotSent);
+            settle().await;
+            assert!(lab.asked().is_empty());
+            continue;
+        }
+        second.await.unwrap();
+        assert_eq!(lab.asked(), ["second"], "{end:?}");
+        assert!(lab.connection.closure().is_none(), "{end:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_of_which_the_pipe_has_accepted_one_byte_is_finished_and_in_doubt_until_then() {
+    for end in [End::Deadline, End::AttemptTime, End::Dropped] {
+        let lab = Lab::new().await;
+        lab.leave_room(1);
+        let (mut request, activity) = watched();
+        match end {
+            End::Deadline => request.context_mut().set_deadline(seconds(1)),
+            _ => request.context_mut().set_attempt_until(seconds(1).instant()),
+        }
+        let mut first = lab.begin_held_up(request).await;
+        let second = lab.begin(tool("second")).await;
+        sleep(2 * SECOND).await;
+        let first = match end {
+            End::Deadline => {
+                let mut error = failed(&mut first);
+                assert_eq!((error.cause().name(), error.delivery()), ("deadline", Delivery::Ambiguous));
+                assert!(error.take_request::<Request>().is_none());
+                None
+            }
+            End::Dropped => {
+                drop(first);
+                None
+            }
+            _ => {
+                assert!(first.poll().is_pending());
+                Some(first)
+            }
+        };
+        assert!(!activity.was_withdrawn() && !is_sent(&activity), "{end:?}");
+        lab.leave_room(usize::MAX);
+        second.await.unwrap();
+        assert!(is_sent(&activity), "{end:?}");
+        assert_eq!(lab.asked(), ["first", "second"], "{end:?}");
+        if let Some(first) = first {
+            first.await.unwrap();
+        }
+    }
+}
+
+/// Asked of a replay.
+#[derive(Debug)]
+struct Open;
+
+impl Gate for Open {
+    fn opens(&self) -> bool {
+        true
+    }
+}
+
+/// Its task has its turn late: nobody has withdrawn it when the pipe takes more.
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_time_is_over_when_the_pipe_takes_the_first_of_it_is_not_sent() {
+    for is_replay in [false, true] {
+        let lab = Lab::new().await;
+        lab.leave_room(0);
+        let (mut request, activity) = watched();
+        if is_replay {
+            activity.set_gate(Arc::new(Open));
+            request.context_mut().set_attempt_until(seconds(1).instant());
+        } else {
+            request.context_mut().set_deadline(seconds(1));
+        }
+        let mut first = lab.begin_held_up(request).await;
+        let second = lab.begin(tool("second")).await;
+        sleep(2 * SECOND).await;
+        lab.leave_room(usize::MAX);
+        second.await.unwrap();
+        assert!(activity.was_withdrawn() && !is_sent(&activity));
+        assert_eq!(lab.asked(), ["second"]);
+        assert!(lab.connection.closure().is_none());
+
+        let mut error = failed(&mut first);
+        let cause = if is_replay { "attempt_timeout" } else { "deadline" };
+        assert_eq!((error.cause().name(), error.delivery()), (cause, Delivery::NotSent));
+        assert!(error.take_request::<Request>().is_some());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_attempt_whose_time_is_over_when_the_pipe_takes_the_first_of_it_loses_nothing_by_going() {
+    let lab = Lab::new().await;
+    lab.leave_room(0);
+    let (mut request, activity) = watched();
+    request.context_mut().set_attempt_until(seconds(1).instant());
+    let first = lab.begin_held_up(request).await;
+    sleep(2 * SECOND).await;
+    lab.leave_room(usize::MAX);
+    settle().await;
+    assert!(is_sent(&activity));
+    first.await.unwrap();
+    assert_eq!(lab.asked(), ["first"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_annotation_is_taken_back_before_the_pipe_takes_the_first_of_it_is_not_sent() {
+    for accepted in [0, 1] {
+        let lab = Lab::new().await;
+        let mut tools = Catalog::default();
+        let page = r#"{"tools":[{"name":"first","annotations":{"readOnlyHint":true}}]}"#;
+        tools.add_json(page).unwrap();
+        lab.inner.tools.read(lab.inner.tools.as_of(), tools);
+        lab.leave_room(accepted);
+        let (mut request, activity) = watched();
+        request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
+        let mut first = lab.begin_held_up(request).await;
+        let second = lab.begin(tool("second")).await;
+        lab.inner.tools.changed();
+        lab.leave_room(usize::MAX);
+        second.await.unwrap();
+        if accepted > 0 {
+            first.await.unwrap();
+            assert_eq!(lab.asked(), ["first", "second"]);
+            continue;
+        }
+        let error = failed(&mut first);
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+        assert!(activity.was_withdrawn() && !is_sent(&activity));
+        assert_eq!(lab.asked(), ["second"]);
+        assert!(lab.connection.closure().is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_of_which_the_pipe_has_accepted_nothing_does_not_put_off_the_end_of_a_silent_connection() {
+    for accepted in [0, 1] {
+        let lab = Lab::new().await;
+        lab.leave_room(accepted);
+        let mut first = lab.begin_held_up(tool("first")).await;
+        let mut second = lab.begin(tool("second").deadline(seconds(1))).await;
+        sleep(2 * SECOND).await;
+        assert_eq!(failed(&mut second).delivery(), Delivery::NotSent);
+        // The question whether it is there has 5 seconds.
+        sleep(6 * SECOND).await;
+        assert_eq!(lab.connection.closure().is_some(), accepted == 0);
+        match accepted {
+            0 => assert_eq!(failed(&mut first).delivery(), Delivery::NotSent),
+            _ => assert!(first.poll().is_pending()),
+        }
+    }
+}
