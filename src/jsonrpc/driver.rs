@@ -497,10 +497,15 @@ impl Driver {
             }
             let Some(mark) = self.out.marks.remove(at) else { break };
             gone += mark.end - mark.start;
-            match forbidden {
-                Some(error) => self.refuse(mark.exchange, error),
-                None => withdrawn += 1,
+            let Some(error) = forbidden else {
+                withdrawn += 1;
+                continue;
+            };
+            // As its caller would have had it, if its turn had come first.
+            if matches!(error.cause(), Cause::Deadline) && mark.exchange.heard() == self.heard {
+                self.suspect();
             }
+            self.refuse(mark.exchange, error);
         }
         self.out.bytes.truncate(self.out.bytes.len() - gone);
         if withdrawn > 0 {

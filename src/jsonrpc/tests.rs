@@ -1685,6 +1685,39 @@ async fn a_peer_that_stopped_reading_is_suspected_by_calls_that_were_never_sent(
     settle().await;
     assert!(client.closure().is_some());
 
+    // Also where the connection's task finds first that a call's time is up.
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+    let ([mut call], _) = in_one_buffer(&client, [request("late").within(SECOND)]).await;
+    advance(SECOND).await;
+    let mut other = start(&client, request("other")).await;
+    assert_eq!(failed(&mut call).delivery(), Delivery::NotSent);
+    advance(6 * SECOND).await;
+    settle().await;
+    let mut error = failed(&mut other);
+    assert!(client.closure().unwrap().to_string().contains("silent"));
+    assert!(error.delivery() == Delivery::NotSent && handed_back(&mut error));
+    // But not if it was heard since, nor at the end of an attempt.
+    for is_heard in [true, false] {
+        let wire = Wire::new();
+        let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+        let mut timed = request("late");
+        match is_heard {
+            true => timed.context_mut().set_deadline(Deadline::At(Instant::now() + SECOND)),
+            false => timed.context_mut().set_attempt_until(Some(Instant::now() + SECOND)),
+        }
+        let (_call, _) = in_one_buffer(&client, [timed]).await;
+        if is_heard {
+            wire.send(r#"{"method":"progress"}"#).await;
+        }
+        advance(SECOND).await;
+        let mut other = start(&client, request("other")).await;
+        wire.accept(usize::MAX / 2).await;
+        assert_eq!(pings(&wire), 0);
+        advance(6 * SECOND).await;
+        assert_pending!(other.poll());
+    }
+
     // Or whose buffer does not get rid of what it holds.
     let wire = Wire::open();
     wire.hold_back(true).await;
