@@ -1397,7 +1397,13 @@ async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task
     }
     assert_eq!(net.connects(), 2);
     advance(WINDOW + 10 * MS).await;
-    let mut peer = net.take(1);
+    let seen = read_all(net.take(1)).await;
+    assert!(seen.contains("large"));
+    assert!(!seen.contains("put/1"), "sent 10 ms after its key's time");
+}
+
+/// What the server reads in the end.
+async fn read_all(mut peer: DuplexStream) -> String {
     let mut seen = Vec::new();
     for _ in 0..100 {
         let mut buffer = [0; 1024];
@@ -1406,9 +1412,83 @@ async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task
         }
         settle().await;
     }
-    let seen = String::from_utf8(seen).unwrap();
-    assert!(seen.contains("large"));
-    assert!(!seen.contains("put/1"), "sent 10 ms after its key's time");
+    String::from_utf8(seen).unwrap()
+}
+
+/// The same of a replay that comes into the connection's buffer together with a large read, or with several small ones, where
+/// W1's task has all its turns in time. The client has its defaults: its transport might keep a copy of all that it is
+/// offered.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_lies_behind_other_frames_is_not_sent_after_its_keys_time() {
+    for (others, size) in [(1, 8 << 10), (10, 1_200)] {
+        let net = Pipes::default();
+        let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(WINDOW));
+        let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
+        let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
+        let mut first = task::spawn(stack.clone().oneshot(put));
+        assert!(first.poll().is_pending());
+        settle().await;
+        net.kill(0).await;
+        let mut probing = task::spawn(stack.clone().oneshot(Request::new("list", ()).unwrap().read_only()));
+        for _ in 0..3 {
+            assert!(probing.poll().is_pending());
+            settle().await;
+        }
+        let large = || Request::new("large", json!({ "of": "x".repeat(size) })).unwrap().read_only();
+        let mut others: Vec<_> = (0..others).map(|_| task::spawn(stack.clone().oneshot(large()))).collect();
+        for other in &mut others {
+            assert!(other.poll().is_pending());
+        }
+        assert!(first.poll().is_pending());
+        settle().await;
+        advance(100 * MS).await;
+        assert!(first.poll().is_pending());
+        settle().await;
+        advance(100 * MS).await;
+        // Of the first attempt nothing is known, and the key is of no more use.
+        let Poll::Ready(Err(error)) = first.poll() else { panic!() };
+        assert_eq!(error.outcome(), Outcome::Unknown);
+        settle().await;
+        let seen = read_all(net.take(1)).await;
+        assert_eq!(seen.matches("large").count(), others.len());
+        assert!(!seen.contains("put/1"), "sent 50 ms after its key's time");
+    }
+}
+
+/// A write lies behind a large read in the connection's buffer. Its deadline passes, and its task has its turn in time, or
+/// late: not one byte of it has left, nor ever does. Its key is free.
+#[tokio::test(start_paused = true)]
+async fn a_write_of_which_not_a_byte_left_the_buffer_by_its_deadline_is_not_done() {
+    for exact in [false, true] {
+        for is_late in [false, true] {
+            let (ours, theirs) = duplex(1 << 10);
+            let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
+            let client = builder.connect(ours);
+            let connector =
+                tower::service_fn(move |()| std::future::ready(Ok::<_, BoxError>(client.clone())));
+            let safety = Safety::refuse().conflict_key(|_: &Request| Some("k"));
+            let stack = Stack::builder(connector).deadline(30 * SECOND).writes(safety).build().unwrap();
+            let large = Request::new("large", json!({ "of": "x".repeat(8 << 10) })).unwrap().read_only();
+            let mut other = task::spawn(stack.clone().oneshot(large));
+            let put = |name: &'static str| Request::new(name, json!({})).unwrap().as_effect(Effect::Write);
+            let mut first = task::spawn(stack.clone().oneshot(put("put/1").within(SECOND)));
+            assert!(other.poll().is_pending());
+            assert!(first.poll().is_pending());
+            settle().await;
+            advance(SECOND + MS).await;
+            let told = if is_late { Poll::Pending } else { first.poll() };
+            settle().await;
+            let reading = tokio::spawn(read_all(theirs));
+            settle().await;
+            let told = if is_late { first.poll() } else { told };
+            let Poll::Ready(Err(error)) = told else { panic!("{told:?}") };
+            assert_eq!(error.outcome(), Outcome::NotDone, "of what was never sent: {error}");
+            let mut second = task::spawn(stack.clone().oneshot(put("put/2")));
+            assert!(second.poll().is_pending());
+            let seen = reading.await.unwrap();
+            assert!(seen.contains("large") && seen.contains("put/2") && !seen.contains("put/1"));
+        }
+    }
 }
 
 // ===== Between the look at the key and the going =====

@@ -104,10 +104,16 @@ impl Builder {
     /// fails or has to wait: true of pipes and sockets, not of TLS and other layers that buffer, nor of the
     /// pipes of child processes on Windows.
     ///
-    /// Without it, a request is ambiguous at a closure once its bytes were offered to the transport. With it,
-    /// one of which no byte was accepted is provably not sent, and one that was cut is provably not
-    /// processed: it may be handed over again, also if it is a write. A write whose time is up while its bytes
-    /// lie behind others in this client's buffer is taken out of that. A false declaration repeats writes.
+    /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy:
+    /// at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
+    /// of it, and one that was cut at a closure is provably not processed: it may be handed over again, also if it is a
+    /// write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
+    /// lies in this client's buffer. A false declaration repeats writes.
+    ///
+    /// Requests that are made at the same time go in one write. Without the declaration each write that a
+    /// [`WriteSafetyLayer`](crate::WriteSafetyLayer) watches over begins one of its own, so that it is not offered while
+    /// it lies behind others: on a bare socket that makes many small ones, which `TCP_NODELAY` keeps from waiting for
+    /// each other.
     ///
     /// When a request counts as sent, for quarantines, does not depend on it: once the transport has been flushed.
     pub fn exact_writes(mut self) -> Self {
@@ -163,7 +169,7 @@ impl Builder {
     }
 
     /// Who is asked, when a call's turn to be written has come, whether the trusted annotation that it was judged by
-    /// still holds, and again after each notification as long as not one byte of it is accepted. One that does not hold
+    /// still holds, and again after each notification as long as it is not begun. One that does not hold
     /// is withdrawn ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything
     /// else are not asked about.
     pub(crate) fn upheld_by(mut self, upholds: impl Fn(&Request) -> bool + Send + Sync + 'static) -> Self {

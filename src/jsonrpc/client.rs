@@ -42,9 +42,9 @@ use crate::{
 /// [`ReconnectLayer`](crate::ReconnectLayer).
 ///
 /// A call's future has no timer of its own: the layer that owns the call's deadline (or attempt timeout)
-/// polls it when the time has come. Polled at or past it, the future withdraws a request that is still
-/// queued, which is then provably not sent; at the deadline it gives up one that is not, which is ambiguous.
-/// Dropping the future does the same, and tells the peer.
+/// polls it when the time has come. Polled at or past it, the future withdraws a request that is not begun
+/// ([`Builder::exact_writes`] says when one is), which is then provably not sent; at the deadline it gives up one
+/// that is, which is ambiguous. Dropping the future does the same, and tells the peer.
 pub struct Client(Arc<Handle>);
 
 /// What one clone and its calls share, so that clones do not contend for one reference count.

@@ -39,7 +39,7 @@ use crate::{
     event::{Events, LateAnswer},
 };
 
-/// How much is taken from the queue at once. Small, so that what is behind a stalled pipe can be withdrawn.
+/// How much is taken from the queue at once. Small, so that little of it lies behind a stalled pipe.
 const BATCH: usize = 16 << 10;
 /// How much is read at once.
 const READ: usize = 16 << 10;
@@ -140,6 +140,9 @@ struct Out {
     bytes: Vec<u8>,
     /// How many of them the transport has accepted.
     accepted: usize,
+    /// How many of them it may have, as it holds a copy of what it was offered: with exact writes only those that it
+    /// has accepted. While it is being offered some, all of those.
+    shown: usize,
     /// The calls in it that are not accepted to their last byte.
     marks: VecDeque<Mark>,
     /// Calls that are, and may lie in the transport's own buffer as long as it is not flushed.
@@ -160,11 +163,14 @@ struct Room {
     fillings: u32,
 }
 
-/// Where in the bytes a call's frame is.
+/// Where in the bytes a call's frame is. From [`Out::shown`] on its frame is the caller's, to be withdrawn, except while
+/// it is offered.
 struct Mark {
     start: usize,
     end: usize,
     exchange: Arc<Exchange>,
+    /// Whether somebody answers for what becomes of its bytes.
+    watched: bool,
     /// Whether the peer can have read a whole message.
     entered: bool,
 }
@@ -258,6 +264,7 @@ impl Driver {
 
     /// A call ended at its deadline without an answer: it is remembered, and the peer's silence judged.
     fn expired(&mut self, exchange: &Arc<Exchange>) {
+        self.withdraw(exchange);
         let was_written = self.forget(exchange);
         let stalled = !self.out.is_done() || self.out.flushing;
         if exchange.heard() == self.heard && (was_written || stalled) {
@@ -267,9 +274,10 @@ impl Driver {
 
     /// Nobody holds a call's future any more: it is remembered, and the peer told.
     fn dropped(&mut self, exchange: &Arc<Exchange>) {
+        self.withdraw(exchange);
         let unanswered = self.forget(exchange)
             || self.remembered.knows(exchange.id())
-            || self.out.marks.iter().any(|mark| Arc::ptr_eq(&mark.exchange, exchange));
+            || self.out.begun().any(|mark| Arc::ptr_eq(&mark.exchange, exchange));
         if !unanswered || self.own.len() >= MAX_OWN || self.draining.is_some() {
             return;
         }
@@ -279,6 +287,14 @@ impl Driver {
             let mut frame = Vec::with_capacity(notification.size());
             notification.write(None, &mut frame);
             self.own.push_back(Own { frame, answers: false });
+        }
+    }
+
+    /// Withdraws a call that was given up just while the transport was offered its frame and accepted none of it.
+    fn withdraw(&self, exchange: &Exchange) {
+        if exchange.frame.is_queued() && exchange.frame.withdraw() {
+            self.shared.lock().withdrawn += 1;
+            exchange.mark_withdrawn();
         }
     }
 
@@ -296,7 +312,6 @@ impl Driver {
     // ----- writing
 
     fn poll_write(&mut self, cx: &mut Context<'_>) -> bool {
-        let mut progress = false;
         if self.draining.is_some() {
             return false;
         }
@@ -305,15 +320,26 @@ impl Driver {
             return self.draining.is_some();
         }
         let changed = mem::take(&mut self.notified) && self.upholds.is_some();
-        if changed || self.out.has_unsent() {
-            self.take_out();
+        if !self.out.is_done() {
+            self.take_again(changed);
         }
+        let progress = self.offer(cx);
+        self.out.put_back(self.limits.exact_writes);
+        if self.draining.is_none() {
+            self.poll_flush(cx);
+        }
+        progress || self.draining.is_some()
+    }
+
+    /// Offers to the transport what there is, as long as it accepts it; whether it has accepted some.
+    fn offer(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut progress = false;
         for _ in 0..ROUNDS {
             if self.out.is_done() && !self.gather() {
                 break;
             }
             let Some(io) = self.io.as_mut() else { return progress };
-            let offered = &self.out.bytes[self.out.accepted..];
+            let offered = self.out.next(self.limits.exact_writes);
             let error = match io.as_mut().poll_write(cx, offered) {
                 Poll::Pending => break,
                 Poll::Ready(Ok(0)) => io::ErrorKind::WriteZero.into(),
@@ -327,10 +353,9 @@ impl Driver {
                 Poll::Ready(Err(error)) => error,
             };
             self.write_failed(&error);
-            return true;
+            break;
         }
-        self.poll_flush(cx);
-        progress || self.draining.is_some()
+        progress
     }
 
     /// Has the transport send on what it has accepted, and marks the calls to which that makes a difference;
@@ -424,7 +449,8 @@ impl Driver {
             route.taken_by(self.shared.number);
         }
         exchange.request.write(id, &mut self.out.bytes);
-        self.out.marks.push_back(Mark { start, end: self.out.bytes.len(), exchange, entered: false });
+        let (end, watched) = (self.out.bytes.len(), exchange.is_watched());
+        self.out.marks.push_back(Mark { start, end, exchange, watched, entered: false });
     }
 
     /// Whether what the call was taken for still holds: a tool may have changed while it was queued.
@@ -453,30 +479,51 @@ impl Driver {
         self.done.push((exchange, Err(error)));
     }
 
-    /// Takes the calls out of the buffer that must not be begun with any more, if no byte of them is accepted. Without
-    /// exact writes the transport may hold a copy of what it was offered.
-    fn take_out(&mut self) {
-        if !self.limits.exact_writes {
-            return;
-        }
-        let mut at = 0;
+    /// Takes the frames in the buffer again of which the transport has nothing, and those out of it that were withdrawn
+    /// meanwhile or must not be begun with any more.
+    fn take_again(&mut self, changed: bool) {
+        let (mut at, mut gone, mut withdrawn) = (self.out.begun().count(), 0, 0);
         while let Some(mark) = self.out.marks.get(at) {
-            let forbidden = match mark.start < self.out.accepted {
-                true => None,
-                false => self.forbidden(&mark.exchange),
+            let taken = mark.exchange.frame.take();
+            let forbidden = match taken {
+                true if changed => self.forbidden(&mark.exchange),
+                true => mark.exchange.overdue(),
+                false => None,
             };
-            let Some(error) = forbidden else {
+            if taken && forbidden.is_none() {
+                self.out.move_up(at, gone);
                 at += 1;
                 continue;
-            };
-            if let Some(mark) = self.out.marks.remove(at) {
-                self.out.bytes.drain(mark.start..mark.end);
-                for later in self.out.marks.range_mut(at..) {
-                    later.start -= mark.end - mark.start;
-                    later.end -= mark.end - mark.start;
-                }
-                self.refuse(mark.exchange, error);
             }
+            let Some(mark) = self.out.marks.remove(at) else { break };
+            gone += mark.end - mark.start;
+            let Some(error) = forbidden else {
+                withdrawn += 1;
+                continue;
+            };
+            // As its caller would have had it, if its turn had come first.
+            if matches!(error.cause(), Cause::Deadline) && mark.exchange.heard() == self.heard {
+                self.suspect();
+            }
+            self.refuse(mark.exchange, error);
+        }
+        self.out.bytes.truncate(self.out.bytes.len() - gone);
+        if withdrawn > 0 {
+            let mut state = self.shared.lock();
+            state.withdrawn = state.withdrawn.saturating_sub(withdrawn);
+        }
+    }
+
+    /// Has what is not begun wait in the queue again.
+    fn return_to_queue(&mut self) {
+        let begun = self.out.begun().count();
+        let mut state = self.shared.lock();
+        while self.out.marks.len() > begun
+            && let Some(mark) = self.out.marks.pop_back()
+        {
+            self.out.bytes.truncate(mark.start);
+            mark.exchange.set_id(0);
+            state.queue.push_front(mark.exchange);
         }
     }
 
@@ -748,6 +795,7 @@ impl Driver {
 
     /// The probe failed: calls that are still pending may use up their time.
     fn doom(&mut self) {
+        self.return_to_queue();
         let now = Instant::now();
         let patience = now + PATIENCE;
         let written = self.pending.values();
@@ -818,10 +866,11 @@ impl Driver {
         self.settle();
         let (closure, queue, notes) = {
             let mut state = self.shared.lock();
-            let begun = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
+            let buffered = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
+            let buffered = buffered.filter(|exchange| !exchange.frame.is_withdrawn());
             let told = self.out.unmarked.iter().filter(|exchange| !exchange.answered);
             let queued = state.queue.iter().filter(|exchange| exchange.frame.is_queued());
-            let taken = self.pending.values().chain(begun).chain(told);
+            let taken = self.pending.values().chain(buffered).chain(told);
             let in_flight = taken.chain(queued).filter(|exchange| !exchange.own).count();
             let closure = self.shared.new_closure(reason, in_flight);
             state.closure = Some(closure.clone());
@@ -841,19 +890,21 @@ impl Driver {
                 end(&exchange, not_sent(&exchange, &closure));
             }
         }
-        let marks = mem::take(&mut self.out.marks);
-        for Mark { start, end: frame_end, exchange, entered } in marks {
-            let accepted = self.out.accepted;
-            // Without exact writes all of it was offered to the transport, which may hold a copy: OpenSSL
-            // does, and writes it out later, even where it says `Pending`.
-            if !self.limits.exact_writes || accepted + 1 >= frame_end {
-                // An entered call is pending too, and ends there.
+        let (accepted, shown) = (self.out.accepted, self.out.shown);
+        for Mark { start, end: frame_end, exchange, entered, .. } in mem::take(&mut self.out.marks) {
+            if start >= shown {
+                // It was taken if foreign code panicked before it was offered.
+                exchange.frame.put_back();
+                if exchange.frame.withdraw() {
+                    exchange.mark_withdrawn();
+                    end(&exchange, not_sent(&exchange, &closure));
+                }
+            } else if shown > accepted || accepted + 1 >= frame_end {
+                // The transport may hold a copy of what it was offered: OpenSSL does, and writes it out later, even
+                // where it says `Pending`. An entered call is pending too, and ends there.
                 if !entered || !exchange.answered {
                     end(&exchange, ambiguous(&exchange, &closure));
                 }
-            } else if accepted <= start {
-                exchange.mark_withdrawn();
-                end(&exchange, not_sent(&exchange, &closure));
             } else {
                 end(&exchange, named(CallError::of_evidence(Evidence::FrameCut), &exchange.request));
             }
@@ -943,14 +994,43 @@ impl Out {
         self.accepted >= self.bytes.len()
     }
 
-    /// Whether a call lies in it whose time may be up before its first byte is accepted.
-    fn has_unsent(&self) -> bool {
-        let is_unsent = |mark: &Mark| mark.start >= self.accepted && mark.exchange.is_watched();
-        !self.is_done() && self.marks.iter().any(is_unsent)
+    /// The calls in it of which the transport may have bytes, which are the first ones.
+    fn begun(&self) -> impl Iterator<Item = &Mark> {
+        self.marks.iter().take_while(|mark| mark.start < self.shown)
+    }
+
+    /// What the transport is to be offered next, and may have from here on. Where it may keep a copy of what it does
+    /// not accept, nothing for which somebody answers lies behind something else in that. What it was offered before
+    /// it is offered as it was, as some insist on.
+    fn next(&mut self, exact: bool) -> &[u8] {
+        if exact {
+            self.shown = self.bytes.len();
+        } else if self.shown <= self.accepted {
+            let apart = self.marks.iter().find(|mark| mark.watched && mark.start > self.accepted);
+            self.shown = apart.map_or(self.bytes.len(), |mark| mark.start);
+        }
+        &self.bytes[self.accepted..self.shown]
+    }
+
+    /// Lets the callers have the frames again of which the transport has nothing.
+    fn put_back(&mut self, exact: bool) {
+        if exact {
+            self.shown = self.accepted;
+        }
+        for mark in self.marks.iter().rev().take_while(|mark| mark.start >= self.shown) {
+            mark.exchange.frame.put_back();
+        }
+    }
+
+    /// Moves a frame to the front by so many bytes, which belong to nobody any more.
+    fn move_up(&mut self, at: usize, by: usize) {
+        let Some(mark) = self.marks.get_mut(at).filter(|_| by > 0) else { return };
+        self.bytes.copy_within(mark.start..mark.end, mark.start - by);
+        (mark.start, mark.end) = (mark.start - by, mark.end - by);
     }
 
     fn reset(&mut self) {
-        self.accepted = 0;
+        (self.accepted, self.shown) = (0, 0);
         if !self.room.keeps(self.bytes.len(), self.bytes.capacity()) {
             self.bytes = Vec::new();
         }

@@ -9,8 +9,9 @@ const QUEUED: u8 = 0;
 const WITHDRAWN: u8 = 1;
 const TAKEN: u8 = 2;
 
-/// The state of one frame. It leaves *queued* once, to *withdrawn* or to *taken*; whoever made that step
-/// alone may say what follows from it: "not sent", or bytes.
+/// The state of one frame. It leaves *queued* to *withdrawn*, for good, or to *taken*; whoever made that step
+/// alone may say what follows from it: "not sent", or bytes. The writer may put back what it took, as long as the
+/// transport may have nothing of it.
 #[derive(Debug)]
 pub(crate) struct Frame(AtomicU8);
 
@@ -24,13 +25,22 @@ impl Frame {
         self.leave_queue(WITHDRAWN) || off!(Withdrawal)
     }
 
-    /// Takes the frame for writing. `true` to the one who did: it is to be finished.
+    /// Takes the frame for writing. `true` to the one who did: it is to be finished, or put back.
     pub(crate) fn take(&self) -> bool {
         self.leave_queue(TAKEN)
     }
 
+    /// Lets the caller have it again, who may withdraw it: the one who took it has written nothing of it.
+    pub(super) fn put_back(&self) {
+        let _ = self.0.compare_exchange(TAKEN, QUEUED, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
     pub(crate) fn is_queued(&self) -> bool {
         self.0.load(Ordering::Acquire) == QUEUED
+    }
+
+    pub(super) fn is_withdrawn(&self) -> bool {
+        self.0.load(Ordering::Acquire) == WITHDRAWN
     }
 
     fn leave_queue(&self, to: u8) -> bool {
@@ -69,6 +79,13 @@ mod loom_tests {
         fn write(&self) {
             if self.frame.take() {
                 self.written.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+
+        /// As over a pipe that is full: it is offered, and not a byte accepted.
+        fn offer(&self) {
+            if self.frame.take() {
+                self.frame.put_back();
             }
         }
 
@@ -120,6 +137,45 @@ mod loom_tests {
             task.join().unwrap();
             let (written, not_sent) = call.seen();
             assert_eq!(written + not_sent, 1);
+        });
+    }
+
+    #[test]
+    fn loom_a_frame_that_is_put_back_is_either_written_or_not_sent_in_every_order() {
+        loom::model(|| {
+            let call = Call::new();
+            let caller = thread::spawn({
+                let call = call.clone();
+                move || call.withdraw()
+            });
+            call.offer();
+            assert!(call.frame.is_queued() || call.frame.is_withdrawn());
+            call.offer();
+            call.write();
+            caller.join().unwrap();
+            let (written, not_sent) = call.seen();
+            assert_eq!(written + not_sent, 1);
+            assert_eq!(call.frame.is_withdrawn(), not_sent == 1);
+        });
+    }
+
+    #[test]
+    fn loom_a_closure_says_not_sent_once_of_a_frame_that_was_put_back() {
+        loom::model(|| {
+            let call = Call::new();
+            // Twice, as at an attempt's end and at the deadline.
+            let caller = thread::spawn({
+                let call = call.clone();
+                move || {
+                    call.withdraw();
+                    call.withdraw();
+                }
+            });
+            call.offer();
+            call.offer();
+            call.withdraw();
+            caller.join().unwrap();
+            assert_eq!(call.seen(), (0, 1));
         });
     }
 

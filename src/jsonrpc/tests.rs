@@ -4,7 +4,7 @@ use std::{
     io,
     pin::Pin,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
@@ -33,9 +33,14 @@ struct Wire(Arc<Mutex<WireState>>);
 struct WireState {
     /// How many bytes more are accepted.
     room: usize,
+    /// What happens on another thread during the next write.
+    meanwhile: Option<Box<dyn FnOnce() + Send>>,
+    write_panics: bool,
     /// Whether what is accepted waits in a buffer, and no flush comes to its end.
     holds_back: bool,
     written: Vec<u8>,
+    /// How often some were.
+    writes: usize,
     write_error: Option<io::ErrorKind>,
     input: Vec<u8>,
     read_error: Option<io::ErrorKind>,
@@ -89,6 +94,10 @@ impl Wire {
         settle().await;
     }
 
+    fn lock(&self) -> MutexGuard<'_, WireState> {
+        self.0.lock().unwrap()
+    }
+
     fn written(&self) -> String {
         String::from_utf8(self.0.lock().unwrap().written.clone()).unwrap()
     }
@@ -131,9 +140,16 @@ impl AsyncRead for Io {
 
 impl AsyncWrite for Io {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let mut state = self.0.0.lock().unwrap();
+        if let Some(meanwhile) = self.0.lock().meanwhile.take() {
+            meanwhile();
+        }
+        let mut state = self.0.lock();
         if let Some(error) = state.write_error {
             return Poll::Ready(Err(error.into()));
+        }
+        if state.write_panics {
+            drop(state);
+            panic!("as tested");
         }
         let count = bytes.len().min(state.room);
         if count == 0 {
@@ -141,6 +157,7 @@ impl AsyncWrite for Io {
             return Poll::Pending;
         }
         state.room -= count;
+        state.writes += 1;
         state.written.extend_from_slice(&bytes[..count]);
         Poll::Ready(Ok(count))
     }
@@ -206,6 +223,32 @@ fn frame(id: u64, method: &str) -> String {
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"method\":\"{method}\"}}\n")
 }
 
+fn built(exact: bool) -> Builder {
+    if exact { Client::builder().exact_writes() } else { Client::builder() }
+}
+
+/// Writes that lie in one buffer, which nobody writes out yet, and how long each of their frames is.
+async fn in_one_buffer<const N: usize>(
+    client: &Client,
+    mut requests: [Request; N],
+) -> ([Spawn<ResponseFuture>; N], [Arc<Activity>; N]) {
+    let marks = std::array::from_fn(|at| {
+        let (request, marks) = watched(requests[at].for_attempt());
+        requests[at] = request;
+        marks
+    });
+    let calls = requests.map(|request| start_now(client, request));
+    settle().await;
+    assert_eq!(client.queue_len(), 0);
+    (calls, marks)
+}
+
+/// How many of the frames of three letters the transport may have, once it has accepted that many bytes.
+fn begun(exact: bool, accepted: usize) -> usize {
+    let length = frame(1, "one").len();
+    if exact { accepted.div_ceil(length) } else { accepted / length + 1 }
+}
+
 fn failed(call: &mut Spawn<ResponseFuture>) -> CallError {
     assert!(call.is_woken());
     assert_ready_err!(call.poll())
@@ -224,8 +267,7 @@ async fn a_closure_says_of_every_frame_what_its_accepted_bytes_prove() {
     for exact in [false, true] {
         for accepted in 0..=length + 1 {
             let wire = Wire::new();
-            let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
-            let client = wire.connect(builder);
+            let client = wire.connect(built(exact));
             let mut one = tokio_test::task::spawn(client.request(request("one")));
             let mut two = tokio_test::task::spawn(client.request(request("two")));
             assert_pending!(one.poll());
@@ -277,8 +319,7 @@ async fn a_closure_says_of_every_frame_what_its_accepted_bytes_prove() {
 async fn a_failing_write_leaves_what_it_was_offered_in_doubt_unless_writes_are_exact() {
     for exact in [false, true] {
         let wire = Wire::new();
-        let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
-        let client = wire.connect(builder);
+        let client = wire.connect(built(exact));
         let (one, marks) = watched(request("one"));
         let mut one = tokio_test::task::spawn(client.request(one));
         let mut two = tokio_test::task::spawn(client.request(request("two")));
@@ -591,6 +632,244 @@ async fn a_taken_frame_is_waited_for_beyond_the_attempt_and_finished_after_the_d
     assert!(wire.written().contains(r#""requestId":1"#));
 }
 
+// ----- in the buffer, and not begun
+
+/// What the transport has of the frames `one`, `two` and so on, in order.
+fn frames(methods: &[&str]) -> String {
+    methods.iter().zip(1..).map(|(method, id)| frame(id, method)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_lies_in_the_buffer_is_withdrawn_at_its_time_as_long_as_the_transport_has_nothing_of_it() {
+    let (length, names) = (frame(1, "one").len(), ["one", "two", "six", "ten"]);
+    for exact in [false, true] {
+        for accepted in [0, 1, length - 1, length, length + 1, 3 * length] {
+            for way in ["deadline", "attempt", "drop"] {
+                let wire = Wire::new();
+                let client = wire.connect(built(exact));
+                let until = Instant::now() + SECOND;
+                let timed = names.map(|name| {
+                    let mut request = request(name);
+                    match way {
+                        "deadline" => request.context_mut().set_deadline(Deadline::At(until)),
+                        "attempt" => request.context_mut().set_attempt_until(Some(until)),
+                        _ => {}
+                    }
+                    request
+                });
+                let (calls, marks) = in_one_buffer(&client, timed).await;
+                wire.accept(accepted).await;
+                advance(SECOND).await;
+                let begun = begun(exact, accepted);
+                for (at, mut call) in calls.into_iter().enumerate() {
+                    assert!(!marks[at].was_withdrawn());
+                    let told = if way == "drop" { Poll::Pending } else { call.poll() };
+                    match told {
+                        _ if way == "drop" => {}
+                        Poll::Ready(Err(mut error)) if at >= begun => {
+                            assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Call));
+                            assert!(matches!(
+                                (error.cause(), way),
+                                (Cause::Deadline, "deadline") | (Cause::AttemptTimeout, "attempt")
+                            ));
+                            assert!(handed_back(&mut error));
+                        }
+                        Poll::Ready(Err(error)) => {
+                            assert_eq!((error.delivery(), way), (Delivery::Ambiguous, "deadline"));
+                        }
+                        Poll::Pending => assert!(at < begun && way == "attempt"),
+                        told => panic!("{told:?}"),
+                    }
+                    drop(call);
+                    assert_eq!(marks[at].was_withdrawn(), at >= begun, "{at}, {exact}, {accepted}, {way}");
+                }
+                // Its place is another's, and what is behind it goes.
+                let mut last = start(&client, request("last")).await;
+                wire.accept(usize::MAX / 2).await;
+                let written = wire.written();
+                assert!(written.starts_with(&frames(&names[..begun])), "{written}");
+                for (at, name) in names.iter().enumerate() {
+                    assert_eq!(written.matches(&format!("{name:?}")).count(), usize::from(at < begun));
+                }
+                // Of what was never sent the peer is told nothing.
+                assert_eq!(written.matches("notifications/cancelled").count(), begun);
+                assert_eq!(written.matches("\"last\"").count(), 1);
+                wire.send(r#"[{"id":5,"result":0},{"id":6,"result":0}]"#).await;
+                assert_ready_ok!(last.poll());
+                assert_eq!((client.in_flight(), client.queue_len()), (0, 0));
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_lies_in_the_buffer_does_not_go_after_its_time_though_its_task_has_its_turn_late() {
+    for exact in [false, true] {
+        for accepted in [0, 5] {
+            let wire = Wire::new();
+            let client = wire.connect(built(exact));
+            let late = |name| request(name).within(SECOND);
+            let requests = [request("one"), late("two"), request("six"), late("ten"), late("end")];
+            let (mut calls, marks) = in_one_buffer(&client, requests).await;
+            wire.accept(accepted).await;
+            advance(SECOND + Duration::from_millis(1)).await;
+            wire.accept(usize::MAX / 2).await;
+            for at in [1, 3, 4] {
+                let mut error = failed(&mut calls[at]);
+                assert!(matches!(error.cause(), Cause::Deadline));
+                assert_eq!(error.delivery(), Delivery::NotSent);
+                assert!(handed_back(&mut error) && marks[at].was_withdrawn());
+            }
+            assert_eq!(wire.written(), frame(1, "one") + &frame(3, "six"));
+            assert_eq!((is_sent(&marks[0]), is_sent(&marks[2]), client.in_flight()), (true, true, 2));
+            wire.send(r#"[{"id":1,"result":1},{"id":3,"result":3}]"#).await;
+            assert_eq!(assert_ready_ok!(calls[2].poll()).raw().get(), "3");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_closure_hands_back_what_lies_in_the_buffer_and_was_not_begun() {
+    for exact in [false, true] {
+        for accepted in [0, 5] {
+            for by in ["the peer", "us", "a failing write", "the runtime"] {
+                let wire = Wire::new();
+                let client = wire.connect(built(exact));
+                let requests = ["one", "two", "six", "ten"].map(request);
+                let ([mut one, two, mut six, mut ten], marks) = in_one_buffer(&client, requests).await;
+                wire.accept(accepted).await;
+                drop(two);
+                match by {
+                    "the peer" => wire.eof().await,
+                    "us" => client.close(),
+                    "a failing write" => {
+                        wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe))
+                    }
+                    _ => wire.set(|state| state.panics = true),
+                }
+                settle().await;
+                advance(Duration::from_millis(51)).await;
+                settle().await;
+                // The one that was withdrawn is none that the closure took down.
+                assert_eq!(client.closure().unwrap().in_flight(), 3, "{by}");
+                let mut error = failed(&mut one);
+                assert_eq!(
+                    error.delivery(),
+                    match (exact, accepted) {
+                        (false, _) => Delivery::Ambiguous,
+                        (true, 0) => Delivery::NotSent,
+                        (true, _) => Delivery::NotProcessed,
+                    }
+                );
+                assert_eq!(handed_back(&mut error), exact && accepted == 0);
+                for call in [&mut six, &mut ten] {
+                    let mut error = failed(call);
+                    assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Connection));
+                    assert!(handed_back(&mut error));
+                }
+                let withdrawn = marks.map(|marks| marks.was_withdrawn());
+                assert_eq!(withdrawn, [exact && accepted == 0, true, true, true]);
+                assert_eq!(wire.written().len(), accepted);
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_write_that_panics_has_not_said_what_it_accepted() {
+    let wire = Wire::new();
+    wire.set(|state| state.write_panics = true);
+    let client = wire.connect(Client::builder().exact_writes());
+    let (one, marks) = watched(request("one"));
+    let mut one = start_now(&client, one);
+    settle().await;
+    let mut error = failed(&mut one);
+    assert_eq!(error.delivery(), Delivery::Ambiguous);
+    assert!(!handed_back(&mut error) && !marks.was_withdrawn());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_transport_had_nothing_of_is_sent_in_order_and_once_when_it_takes_more() {
+    let names = ["one", "two", "six", "ten", "end", "new"];
+    let all = frames(&names);
+    for exact in [false, true] {
+        for step in [1, 7, frame(1, "one").len(), 200] {
+            let wire = Wire::new();
+            let client = wire.connect(built(exact));
+            let mut calls = Vec::new();
+            for name in names {
+                // Those for which somebody answers, and others.
+                let request = if calls.len() % 3 == 1 { request(name) } else { watched(request(name)).0 };
+                calls.push(start_now(&client, request));
+                // Some come into one buffer, and some later.
+                if calls.len() % 2 == 0 {
+                    wire.accept(step).await;
+                }
+            }
+            for _ in 0..=all.len() / step {
+                wire.accept(step).await;
+                // It is looked at again for all kinds of reasons.
+                wire.send(r#"{"method":"something"}"#).await;
+            }
+            assert_eq!(wire.written(), all);
+            let answers = (1..=names.len()).map(|id| format!("{{\"id\":{id},\"result\":{id}}}"));
+            wire.send(&answers.collect::<Vec<_>>().join("\n")).await;
+            for (call, id) in calls.iter_mut().zip(1..) {
+                assert_eq!(assert_ready_ok!(call.poll()).raw().get(), format!("{id}"));
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn frames_go_in_one_write_unless_a_copy_could_be_kept_of_one_for_which_somebody_answers() {
+    const MANY: usize = 64;
+    for (exact, is_watched, writes) in
+        [(true, true, 1), (true, false, 1), (false, false, 1), (false, true, MANY)]
+    {
+        let wire = Wire::open();
+        let client = wire.connect(built(exact));
+        let request = |_| if is_watched { watched(request("one")).0 } else { request("one") };
+        let _calls: Vec<_> = (0..MANY).map(|n| start_now(&client, request(n))).collect();
+        settle().await;
+        assert_eq!(wire.written().lines().count(), MANY);
+        assert_eq!(wire.0.lock().unwrap().writes, writes);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_frame_that_is_given_up_while_it_is_offered_does_not_go_after_it_was_put_back() {
+    for by_deadline in [false, true] {
+        let wire = Wire::new();
+        let client = wire.connect(Client::builder().exact_writes());
+        let mut one = start(&client, request("one").within(SECOND)).await;
+        let two = start(&client, request("two")).await;
+        advance(SECOND).await;
+        // As another thread has its turn just then.
+        let told = Arc::new(Mutex::new(None));
+        let say = told.clone();
+        wire.set(|state| {
+            state.meanwhile = Some(Box::new(move || {
+                let was_told = if by_deadline { one.poll() } else { Poll::Pending };
+                *say.lock().unwrap() = Some(was_told);
+            }));
+        });
+        settle().await;
+        match told.lock().unwrap().take() {
+            Some(Poll::Ready(Err(error))) if by_deadline => assert_eq!(error.delivery(), Delivery::Ambiguous),
+            Some(Poll::Pending) if !by_deadline => {}
+            told => panic!("{told:?}"),
+        }
+        drop(two);
+        let mut last = start(&client, request("last")).await;
+        wire.accept(usize::MAX / 2).await;
+        assert_eq!(wire.written(), frame(3, "last"));
+        wire.send(r#"{"id":3,"result":0}"#).await;
+        assert_ready_ok!(last.poll());
+        assert_eq!(client.in_flight(), 0);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_first_poll_reads_no_clock() {
     let wire = Wire::new();
@@ -615,23 +894,25 @@ async fn an_answer_that_is_there_wins_over_a_deadline_that_has_passed() {
 #[tokio::test(start_paused = true)]
 #[cfg_attr(miri, ignore = "too many calls")]
 async fn frames_behind_a_stalled_pipe_can_be_withdrawn_and_do_not_pile_up() {
-    let wire = Wire::new();
-    let client = wire.connect(Client::builder().max_in_flight(2));
-    let mut stalled = start(&client, big(1 << 20)).await;
-    for _ in 0..10_000 {
-        // Each of them is in the bound's last place, and gives it back.
-        drop(start_now(&client, request("queued")));
+    for exact in [false, true] {
+        let wire = Wire::new();
+        let client = wire.connect(built(exact).max_in_flight(2));
+        let mut stalled = start(&client, big(1 << 20)).await;
+        for _ in 0..10_000 {
+            // Each of them is in the bound's last place, and gives it back.
+            drop(start_now(&client, request("queued")));
+        }
+        let mut queued = start(&client, request("last")).await;
+        let refused = assert_ready_err!(tokio_test::task::spawn(client.request(request("more"))).poll());
+        assert!(matches!(refused.cause(), Cause::Refused(Refusal::Overloaded(_))));
+        assert_eq!(refused.delivery(), Delivery::NotSent);
+        assert!(client.queue_len() < 100);
+        wire.accept(usize::MAX / 2).await;
+        assert!(!wire.written().contains("queued"));
+        wire.send(r#"[{"id":1,"result":0},{"id":2,"result":0}]"#).await;
+        assert_ready_ok!(stalled.poll());
+        assert_ready_ok!(queued.poll());
     }
-    let mut queued = start(&client, request("last")).await;
-    let refused = assert_ready_err!(tokio_test::task::spawn(client.request(request("more"))).poll());
-    assert!(matches!(refused.cause(), Cause::Refused(Refusal::Overloaded(_))));
-    assert_eq!(refused.delivery(), Delivery::NotSent);
-    assert!(client.queue_len() < 100);
-    wire.accept(usize::MAX / 2).await;
-    assert!(!wire.written().contains("queued"));
-    wire.send(r#"[{"id":1,"result":0},{"id":2,"result":0}]"#).await;
-    assert_ready_ok!(stalled.poll());
-    assert_ready_ok!(queued.poll());
 }
 
 fn start_now(client: &Client, request: Request) -> Spawn<ResponseFuture> {
@@ -1353,6 +1634,45 @@ async fn a_call_without_a_deadline_postpones_the_end_for_five_minutes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_call_that_lies_in_the_buffer_and_was_not_begun_does_not_postpone_the_end() {
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+    let requests = [request("one").within(SECOND), request("two").within(20 * SECOND)];
+    let ([mut one, mut two], marks) = in_one_buffer(&client, requests).await;
+    advance(SECOND).await;
+    assert_eq!(assert_ready_err!(one.poll()).delivery(), Delivery::NotSent);
+    settle().await;
+    advance(5 * SECOND).await;
+    settle().await;
+    let mut error = failed(&mut two);
+    assert_eq!((error.delivery(), error.scope()), (Delivery::NotSent, Scope::Connection));
+    assert!(handed_back(&mut error) && marks[1].was_withdrawn());
+    assert_eq!(client.closure().unwrap().in_flight(), 1);
+
+    // Where another one postpones it, it is not sent meanwhile, and goes once the peer is there again.
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+    let patient = ["one", "two", "six"].map(|name| request(name).within(20 * SECOND));
+    let ([mut one, mut two, six], _) = in_one_buffer(&client, patient).await;
+    wire.accept(frame(1, "one").len()).await;
+    let mut late = start(&client, request("late").within(SECOND)).await;
+    advance(SECOND).await;
+    assert_eq!(assert_ready_err!(late.poll()).delivery(), Delivery::NotSent);
+    settle().await;
+    advance(5 * SECOND).await;
+    settle().await;
+    drop(six);
+    wire.accept(usize::MAX / 2).await;
+    assert_eq!(wire.written(), frame(1, "one") + &frame(4, "ping"));
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert_ready_ok!(one.poll());
+    assert_eq!(wire.written(), frame(1, "one") + &frame(4, "ping") + &frame(5, "two"));
+    wire.send(r#"{"id":5,"result":2}"#).await;
+    assert_ready_ok!(two.poll());
+    assert_eq!((client.in_flight(), client.queue_len(), client.ignored()), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_peer_that_stopped_reading_is_suspected_by_calls_that_were_never_sent() {
     let wire = Wire::new();
     let client = judged(&wire);
@@ -1364,6 +1684,39 @@ async fn a_peer_that_stopped_reading_is_suspected_by_calls_that_were_never_sent(
     advance(6 * SECOND).await;
     settle().await;
     assert!(client.closure().is_some());
+
+    // Also where the connection's task finds first that a call's time is up.
+    let wire = Wire::new();
+    let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+    let ([mut call], _) = in_one_buffer(&client, [request("late").within(SECOND)]).await;
+    advance(SECOND).await;
+    let mut other = start(&client, request("other")).await;
+    assert_eq!(failed(&mut call).delivery(), Delivery::NotSent);
+    advance(6 * SECOND).await;
+    settle().await;
+    let mut error = failed(&mut other);
+    assert!(client.closure().unwrap().to_string().contains("silent"));
+    assert!(error.delivery() == Delivery::NotSent && handed_back(&mut error));
+    // But not if it was heard since, nor at the end of an attempt.
+    for is_heard in [true, false] {
+        let wire = Wire::new();
+        let client = wire.connect(Client::builder().exact_writes().probe(request("ping"), 5 * SECOND));
+        let mut timed = request("late");
+        match is_heard {
+            true => timed.context_mut().set_deadline(Deadline::At(Instant::now() + SECOND)),
+            false => timed.context_mut().set_attempt_until(Some(Instant::now() + SECOND)),
+        }
+        let (_call, _) = in_one_buffer(&client, [timed]).await;
+        if is_heard {
+            wire.send(r#"{"method":"progress"}"#).await;
+        }
+        advance(SECOND).await;
+        let mut other = start(&client, request("other")).await;
+        wire.accept(usize::MAX / 2).await;
+        assert_eq!(pings(&wire), 0);
+        advance(6 * SECOND).await;
+        assert_pending!(other.poll());
+    }
 
     // Or whose buffer does not get rid of what it holds.
     let wire = Wire::open();
