@@ -288,7 +288,7 @@ where
             context.stamp(effect, Basis::Default);
         }
         let outermost = ways.layers.enter(context);
-        let settled = ways.layers.settle(context);
+        let settled = ways.layers.settle(context).map(|_| ());
         let reconnect = ways.layers.get_mut().get_mut().inner_mut();
         if let Err(error) = settled {
             return match seat.shared.closing.load(Ordering::Acquire) {
@@ -541,8 +541,12 @@ where
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let KindProj::Direct { mut direct } = self.as_mut().project().kind.project() else {
+        // Asked for alone: to tell all kinds from each other is a jump by a table.
+        if !matches!(self.kind, Kind::Direct { .. }) {
             return self.poll_rest(None, cx);
+        }
+        let KindProj::Direct { mut direct } = self.as_mut().project().kind.project() else {
+            return Poll::Pending;
         };
         match ready!(direct.as_mut().poll(cx)) {
             Ok(response) => {
