@@ -226,6 +226,28 @@ impl<M: Service<()>, Req, Res> Stack<M, Req, Res> {
     }
 }
 
+impl<M, Req, Res> Ways<M, Req, Res>
+where
+    M: Service<()> + Send + 'static,
+    M::Error: Into<BoxError>,
+    M::Future: Send + 'static,
+    M::Response: Service<Req, Response = Res, Error = CallError> + Clone + Send + 'static,
+    Req: Call,
+{
+    /// Makes a lane on the connection in use, where reads can go the short way over it. `false` if they cannot.
+    #[cold]
+    fn renew_lane(&mut self, seat: &Arc<StackSeat>) -> bool {
+        let retry = self.layers.get_ref().get_ref();
+        let Some(local) = retry.get_ref().ready_for_read().filter(|_| retry.is_plain()) else { return false };
+        let local = Arc::clone(local);
+        let lane = Lane::new(&seat.shared, self.layers.get_mut().get_mut().handle(), &local);
+        if let Some(old) = self.lane.replace(lane) {
+            old.release();
+        }
+        true
+    }
+}
+
 /// Gives a call to the layers, which are ready, and counts it.
 #[inline(never)]
 fn hand_over<M, Req, Res>(
@@ -255,25 +277,18 @@ where
     let effect = effect_of(&request);
     let retry = writes.get_ref();
     if !effect.is_write()
-        && retry.is_plain()
         // Who gives one wants to know on which connection the call is, which only the layers note.
         && request.context().activity().is_none()
         && request.context().trail().is_none()
-        && let Some(local) = retry.get_ref().ready_for_read()
+        && (ways.lane.as_ref().is_some_and(|lane| retry.get_ref().is_ready_on(lane.number))
+            || ways.renew_lane(seat))
     {
-        if ways.lane.as_ref().is_none_or(|lane| !lane.is_on(local)) {
-            let local = Arc::clone(local);
-            let lane = Lane::new(&seat.shared, ways.layers.get_mut().get_mut().handle(), &local);
-            if let Some(old) = ways.lane.replace(lane) {
-                old.release();
-            }
-        }
         let context = request.context_mut();
         if context.effect().is_none() {
             context.stamp(effect, Basis::Default);
         }
         let outermost = ways.layers.enter(context);
-        let settled = ways.layers.settle(context);
+        let settled = ways.layers.settle(context).map(|_| ());
         let reconnect = ways.layers.get_mut().get_mut().inner_mut();
         if let Err(error) = settled {
             return match seat.shared.closing.load(Ordering::Acquire) {
@@ -281,18 +296,20 @@ where
                 false => ResponseFuture::refused(reconnect, error.of_request(&request, effect)),
             };
         }
-        if let Some(kept) = replica(&request)
-            && let Some(lane) = &ways.lane
-        {
-            // Counted only now, when all that is moved into the future has been written: to count waits for that
+        if let Some(lane) = &ways.lane {
+            // Counted only now, when the request is as it is moved into the future: to count waits until it is written
             // anyway, and what is moved right after it was written waits once more.
             let lane = Arc::clone(lane);
             // The lane was taken before the flag is read: as with the seat below.
             if lane.shared.closing.load(Ordering::Acquire) {
                 return ResponseFuture::shut_down(reconnect, request, effect);
             }
-            if let Some(connection) = reconnect.take_ready() {
-                let direct = Direct::new(connection.call(request), lane, kept, outermost);
+            // The copy is sent: it is made where the connection takes it from, and only the other one is moved.
+            if let Some((connection, ready)) = reconnect.readied()
+                && let Some(copy) = replica(&request)
+            {
+                *ready = false;
+                let direct = Direct::new(connection.call(copy), lane, request, outermost);
                 return ResponseFuture { kind: Kind::Direct { direct } };
             }
         }
@@ -524,8 +541,12 @@ where
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let KindProj::Direct { mut direct } = self.as_mut().project().kind.project() else {
+        // Asked for alone: to tell all kinds from each other is a jump by a table.
+        if !matches!(self.kind, Kind::Direct { .. }) {
             return self.poll_rest(None, cx);
+        }
+        let KindProj::Direct { mut direct } = self.as_mut().project().kind.project() else {
+            return Poll::Pending;
         };
         match ready!(direct.as_mut().poll(cx)) {
             Ok(response) => {

@@ -142,15 +142,19 @@ where
 impl<M: Service<()>> Reconnect<M> {
     /// The handle on the connection, if a read can be given to it now and would show nothing new. Of a layer that is
     /// configured rightly.
-    #[inline]
     pub(crate) fn ready_for_read(&self) -> Option<&Arc<Local<M>>> {
         let link = self.link.as_ref()?;
         let generation = &link.local.generation;
-        let ready = link.ready
-            && generation.has_shown(Effect::ReadOnly)
-            && self.shared.is_current(generation)
-            && !self.shared.is_closing();
-        ready.then_some(&link.local)
+        (generation.has_shown(Effect::ReadOnly) && self.is_ready_on(generation.number)).then_some(&link.local)
+    }
+
+    /// Whether a call can be given now to the connection of that number, which this has had as its own before. So there
+    /// is no need to ask which one is ready: numbers do not come again, and it was the one in use when it was readied.
+    #[inline]
+    pub(crate) fn is_ready_on(&self, number: u64) -> bool {
+        self.link.as_ref().is_some_and(|link| link.ready)
+            && self.shared.is_number(number)
+            && !self.shared.is_closing()
     }
 
     /// The call that was to come was refused by a layer above, if the connection is still ready for it: what the
@@ -170,12 +174,11 @@ impl<M: Service<()>> Reconnect<M> {
         self.found_dead = None;
     }
 
-    /// That connection, for the one call that it is ready for.
+    /// That connection, and whether it is ready for one call: not any more after that.
     #[inline]
-    pub(crate) fn take_ready(&mut self) -> Option<&mut M::Response> {
+    pub(crate) fn readied(&mut self) -> Option<(&mut M::Response, &mut bool)> {
         let link = self.link.as_mut()?;
-        link.ready = false;
-        Some(&mut link.connection)
+        Some((&mut link.connection, &mut link.ready))
     }
 }
 

@@ -520,7 +520,13 @@ impl<M: Service<()>> Shared<M> {
 
     #[inline]
     pub(super) fn is_current(&self, generation: &Generation) -> bool {
-        generation.number == self.current.load(Ordering::Acquire)
+        self.is_number(generation.number)
+    }
+
+    /// Whether the connection in use has that number.
+    #[inline]
+    pub(super) fn is_number(&self, number: u64) -> bool {
+        number == self.current.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, State<M>> {
@@ -597,10 +603,9 @@ impl<M: Service<()>> Local<M> {
         &self.shared
     }
 
-    /// Whether both are handles on the same connection.
-    #[inline]
-    pub(crate) fn is_on_that_of(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.generation, &other.generation)
+    /// The number of the connection.
+    pub(crate) fn number(&self) -> u64 {
+        self.generation.number
     }
 
     /// Counts the calls that hold that as calls on this connection.

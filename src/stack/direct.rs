@@ -34,6 +34,8 @@ pub(super) struct Lane<M: Service<()>> {
     pub(super) shared: Arc<Shared>,
     retries: Arc<retry::Handle<Reconnect<M>>>,
     local: Arc<Local<M>>,
+    /// Of the connection.
+    pub(super) number: u64,
     /// Whether the clone itself holds this, besides its calls.
     held: AtomicBool,
 }
@@ -70,8 +72,8 @@ where
         retries: Arc<retry::Handle<Reconnect<M>>>,
         local: &Arc<Local<M>>,
     ) -> Arc<Self> {
-        let (shared, local, held) = (Arc::clone(shared), local.of_a_lane(), AtomicBool::new(true));
-        let lane = Arc::new(Self { shared, retries, local, held });
+        let (shared, local, number) = (Arc::clone(shared), local.of_a_lane(), local.number());
+        let lane = Arc::new(Self { shared, retries, local, number, held: AtomicBool::new(true) });
         let seat: Arc<AnySeat> = Arc::<Self>::clone(&lane);
         lane.local.count_also(&seat);
         lane.shared.census().enter(&seat);
@@ -80,11 +82,6 @@ where
 }
 
 impl<M: Service<()>> Lane<M> {
-    #[inline]
-    pub(super) fn is_on(&self, local: &Local<M>) -> bool {
-        self.local.is_on_that_of(local)
-    }
-
     /// The clone lets go of it; its calls may still have it.
     pub(super) fn release(&self) {
         self.held.store(false, Ordering::Release);
