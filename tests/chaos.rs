@@ -408,7 +408,7 @@ mod rounds {
     const WORLDS: usize = 32;
     /// How many rounds there are whose servers are not what they are said to be, and how many with a check that is wrong:
     /// the latter needs fewer to be found out.
-    const WRONG: [u64; 2] = [32, 16];
+    const WRONG: [u64; 2] = [32, 8];
     /// How many clients a world has at most, one after the other.
     const CLIENTS: u64 = 3;
     /// Longer than anything takes that does not hang.
