@@ -2,12 +2,16 @@
 //! with frames cut in half and pipes that are full: many worlds side by side. What landed is counted in a file that no
 //! server is asked about, and what clients were told in one that they append to, so that it outlives them.
 //!
+//! In a quarter of the worlds the server is the demo's (`examples/demo/server.rs`), over MCP, and what landed is counted
+//! in its journal. It dies, hangs, goes on after its output was closed and holds answers back when a call says so; it
+//! does not cut what it writes.
+//!
 //! A client that was stopped keeps its deadlines by its own clock, which went on. Of the calls that a killed one had
 //! in flight nobody was told: none of them lands twice all the same. What the next process makes of them is shown by
 //! `tests/crash`, with the durable ledger.
 //!
-//! That it can fail is shown by rounds with servers whose exit ends nothing, though it is said to: duplicates must be
-//! found in them.
+//! That it can fail is shown by rounds with servers whose exit ends nothing, though it is said to, and by some with the
+//! demo's whose check finds nothing: duplicates must be found in them.
 //!
 //! `GOAROUND_CHAOS=n` says how many rounds there are (200 by default), `GOAROUND_SEED=s` where they begin.
 #![allow(missing_docs)]
@@ -15,8 +19,28 @@
 #[cfg(not(target_os = "linux"))]
 fn main() {}
 
+/// The demo's server, as it is.
+#[cfg(target_os = "linux")]
+#[path = "../examples/demo/server.rs"]
+mod demo;
+
 #[cfg(target_os = "linux")]
 fn main() -> std::process::ExitCode {
+    // The demo's server says by its arguments what it is, and becomes this program again to go on without its output.
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(AsRef::as_ref).collect();
+    let served = match words[..] {
+        [demo::SERVE, folder] => Some(demo::serve(folder.as_ref())),
+        [demo::GO_ON, folder, invoice] => Some(demo::go_on(folder.as_ref(), invoice)),
+        _ => None,
+    };
+    if let Some(served) = served {
+        return if served.is_ok() {
+            std::process::ExitCode::SUCCESS
+        } else {
+            std::process::ExitCode::FAILURE
+        };
+    }
     let folder = |name: &str| std::env::var_os(name).map(std::path::PathBuf::from);
     // A client's servers have its variables, too.
     if let Some(folder) = folder("GOAROUND_CHAOS_LATE") {
@@ -61,7 +85,7 @@ mod server {
     use rustix::process::{Signal, getpid, kill_process};
     use serde_json::{Value, json};
 
-    use super::{append, number};
+    use super::{append, demo, number};
 
     /// How long after a server what it has handed on takes effect.
     pub(super) const LATE: Duration = Duration::from_millis(400);
@@ -131,7 +155,10 @@ mod server {
 
     pub(super) fn count(folder: &Path, token: u64) -> u64 {
         let effects = std::fs::read_to_string(folder.join("effects")).unwrap_or_default();
-        effects.lines().filter(|line| **line == token.to_string()).count() as u64
+        let own = effects.lines().filter(|line| **line == token.to_string()).count();
+        let journal = std::fs::read_to_string(demo::journal_of(folder)).unwrap_or_default();
+        let committed = |line: &&str| line.strip_prefix("commit ") == Some(&token.to_string());
+        (own + journal.lines().filter(committed).count()) as u64
     }
 }
 
@@ -151,14 +178,20 @@ mod client {
 
     use fastrand::Rng;
     use goaround::{
-        BoxError, Call, CallId, Event, InDoubt, Outcome, ReconnectLayer, Stack, Verdict, WriteSafetyLayer,
+        BoxError, Call, CallError, CallId, Event, InDoubt, Outcome, ReconnectLayer, Stack, Verdict,
+        WriteSafetyLayer,
         jsonrpc::{Request, Response},
+        mcp,
         stdio::{self, Child},
     };
-    use serde_json::json;
+    use serde_json::{Value, json};
     use tokio::{process::Command, task::JoinSet, time::sleep};
 
-    use super::{append, number};
+    use super::{
+        append,
+        demo::{self, Fault},
+        number,
+    };
 
     pub(super) const CALLS: u64 = 12;
 
@@ -187,6 +220,48 @@ mod client {
             .shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
     }
 
+    /// The same of the demo's server, unless it is to be wrong.
+    async fn check_demo(doubt: InDoubt<Request, Response>) -> Result<Verdict<Response>, BoxError> {
+        let params: Value = doubt.request().params()?;
+        let list: Value = doubt.probe(Request::tool("list_invoices", json!({}))).await?.parse()?;
+        let invoices = list["structuredContent"]["invoices"].as_array().ok_or("no list of invoices")?;
+        let is_wrong = number("GOAROUND_CHAOS_WRONG").is_some();
+        let found = invoices.contains(&params["arguments"]["invoice"]) && !is_wrong;
+        Ok(if found { doubt.landed_without_result() } else { doubt.not_landed() })
+    }
+
+    fn demo_server(folder: &Path) -> mcp::Stdio {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.arg(demo::SERVE).arg(folder).env("GOAROUND_CHAOS_SERVER", folder);
+        mcp::stdio(command)
+            .tools(mcp::ToolRules::new().read_only(["get_invoice", "list_invoices"]))
+            .exit_ends_effects()
+            .shutdown_grace(Duration::from_millis(50), Duration::from_millis(50))
+    }
+
+    /// A stack over either server.
+    #[derive(Clone)]
+    enum Client {
+        Own(stdio::Client),
+        Demo(mcp::Client),
+    }
+
+    impl Client {
+        async fn send(&self, request: Request) -> Result<Response, CallError> {
+            match self {
+                Client::Own(stack) => stack.send(request).await,
+                Client::Demo(stack) => stack.send(request).await,
+            }
+        }
+
+        async fn shutdown(&self) {
+            match self {
+                Client::Own(stack) => stack.shutdown(Duration::ZERO).await,
+                Client::Demo(stack) => stack.shutdown(Duration::ZERO).await,
+            };
+        }
+    }
+
     /// For how long this process was held up since it began: stopped, or on a busy machine.
     fn watch() -> Arc<AtomicU64> {
         const TICK: Duration = Duration::from_millis(10);
@@ -207,18 +282,24 @@ mod client {
         let mut random = Rng::with_seed(number("GOAROUND_SEED").unwrap_or_default() ^ first);
         let tokens: Arc<Mutex<HashMap<CallId, u64>>> = Arc::default();
         let (known, told) = (Arc::clone(&tokens), folder.join("told"));
-        let stack = Stack::builder(child(folder))
-            .writes(WriteSafetyLayer::new(check).independent_writes())
-            .reconnect(ReconnectLayer::once().crash_loop(50, Duration::from_millis(100)))
-            .on_event(move |event| {
-                if let Event::InDoubt(report) = event
-                    && let Some(token) = known.lock().expect("the calls").get(&report.call)
-                {
-                    append(&told, &format!("doubt {token} {}", report.replayed));
-                }
-            })
-            .build()
-            .expect("a stack");
+        let sink = move |event: Event<'_>| {
+            if let Event::InDoubt(report) = event
+                && let Some(token) = known.lock().expect("the calls").get(&report.call)
+            {
+                append(&told, &format!("doubt {token} {}", report.replayed));
+            }
+        };
+        let reconnect = ReconnectLayer::once().crash_loop(50, Duration::from_millis(100));
+        let is_demo = number("GOAROUND_CHAOS_DEMO").is_some();
+        let stack = if is_demo {
+            let writes = WriteSafetyLayer::new(check_demo).independent_writes();
+            let stack = Stack::builder(demo_server(folder)).writes(writes);
+            Client::Demo(stack.reconnect(reconnect).on_event(sink).build().expect("a stack"))
+        } else {
+            let writes = WriteSafetyLayer::new(check).independent_writes();
+            let stack = Stack::builder(child(folder)).writes(writes);
+            Client::Own(stack.reconnect(reconnect).on_event(sink).build().expect("a stack"))
+        };
         let held = watch();
         let mut calls = JoinSet::new();
         for token in first..first + CALLS {
@@ -228,12 +309,41 @@ mod client {
         }
         calls.join_all().await;
         // The group is gone when this returns: nothing lands any more.
-        stack.shutdown(Duration::ZERO).await;
+        stack.shutdown().await;
+    }
+
+    /// A read or a write of that token, which is as long as that.
+    fn request(token: u64, is_write: bool, filling: &str) -> Request {
+        let method = if is_write { "put" } else { "get" };
+        let request = Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
+        if is_write { request } else { request.read_only() }
+    }
+
+    /// The same for the demo's server, of which some ask for a fault.
+    fn request_of_demo(token: u64, is_write: bool, filling: &str, random: &mut Rng) -> Request {
+        let fault = match random.u32(0..100) {
+            // Once in a folder, which is what a check that is wrong needs.
+            0..60 if is_write && number("GOAROUND_CHAOS_WRONG").is_some() => Fault::CommitThenDie,
+            0..8 if is_write => Fault::CommitThenDie,
+            8..16 if is_write => Fault::GoOn,
+            16..22 => Fault::Die,
+            22..26 => Fault::Leave,
+            26..28 => Fault::DieAlways,
+            28..30 if is_write => Fault::HoldBack,
+            30..32 => Fault::Hang,
+            _ => Fault::None,
+        };
+        let tool = match is_write {
+            true => "create_invoice",
+            false if random.bool() => "get_invoice",
+            false => "list_invoices",
+        };
+        Request::tool(tool, json!({ "invoice": token.to_string(), "fault": fault, "x": filling }))
     }
 
     async fn call(
         token: u64,
-        stack: stdio::Client,
+        stack: Client,
         tokens: &Mutex<HashMap<CallId, u64>>,
         held: &AtomicU64,
         told: PathBuf,
@@ -243,11 +353,11 @@ mod client {
         let is_write = random.u32(0..100) < 75;
         // Some are longer than a pipe.
         let filling = "x".repeat(if random.u32(0..100) < 15 { 200_000 } else { random.usize(0..200) });
+        let mut request = match stack {
+            Client::Own(_) => request(token, is_write, &filling),
+            Client::Demo(_) => request_of_demo(token, is_write, &filling, &mut random),
+        };
         let method = if is_write { "put" } else { "get" };
-        let mut request = Request::new(method, json!({ "t": token, "x": filling })).expect("a request");
-        if !is_write {
-            request = request.read_only();
-        }
         let id = request.context_mut().assign_id();
         tokens.lock().expect("the calls").insert(id, token);
         let limit = Duration::from_millis(random.u64(300..6_000));
@@ -290,18 +400,29 @@ mod rounds {
 
     use super::{
         client::CALLS,
-        number,
+        demo, number,
         server::{LATE, count},
     };
 
     /// How many worlds there are side by side.
     const WORLDS: usize = 32;
-    /// How many rounds there are whose servers are not what they are said to be.
-    const WRONG: u64 = 32;
+    /// How many rounds there are whose servers are not what they are said to be, and how many with a check that is wrong:
+    /// the latter needs fewer to be found out.
+    const WRONG: [u64; 2] = [32, 8];
     /// How many clients a world has at most, one after the other.
     const CLIENTS: u64 = 3;
     /// Longer than anything takes that does not hang.
     const PATIENCE: Duration = Duration::from_secs(60);
+    /// One world in so many has the demo's server.
+    const DEMO: u64 = 4;
+
+    /// Which server a world has.
+    #[derive(Clone, Copy)]
+    struct Server {
+        is_demo: bool,
+        /// The exit of our own ends nothing, and the check of the demo's finds nothing.
+        is_wrong: bool,
+    }
 
     macro_rules! tally {
         ($($name:ident),*) => {
@@ -321,8 +442,23 @@ mod rounds {
     }
 
     tally!(
-        clients, killed, stopped, writes, landed, unknown, replayed, cut_off, reads, duplicates, lost,
-        unreported, lies, late
+        clients,
+        killed,
+        stopped,
+        writes,
+        landed,
+        unknown,
+        replayed,
+        cut_off,
+        reads,
+        duplicates,
+        lost,
+        unreported,
+        lies,
+        late,
+        demo,
+        demo_writes,
+        demo_replayed
     );
 
     pub(super) fn run() -> ExitCode {
@@ -331,9 +467,15 @@ mod rounds {
         println!("chaos: {rounds} rounds from seed {from}");
         let start = Instant::now();
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
-        let wrong = runtime.block_on(fly_all(from, WRONG, true));
-        println!("chaos: rounds={WRONG} {}; servers whose exit ends nothing", wrong.line());
-        let tally = runtime.block_on(fly_all(from, rounds, false));
+        let wrong = [(false, "servers whose exit ends nothing"), (true, "a check that finds nothing")];
+        let mut are_found = true;
+        for ((is_demo, what), rounds) in wrong.into_iter().zip(WRONG) {
+            let tally = runtime.block_on(fly_all(from, rounds, |_| Server { is_demo, is_wrong: true }));
+            println!("chaos: rounds={rounds} {}; {what}", tally.line());
+            are_found &= tally.duplicates > 0;
+        }
+        let server = |seed: u64| Server { is_demo: seed.is_multiple_of(DEMO), is_wrong: false };
+        let tally = runtime.block_on(fly_all(from, rounds, server));
         println!("chaos: rounds={rounds} {} in {:.1}s", tally.line(), start.elapsed().as_secs_f64());
         let is_well = tally.duplicates + tally.lost + tally.unreported + tally.lies + tally.late == 0;
         // That nothing went wrong proves something only if enough did.
@@ -343,11 +485,13 @@ mod rounds {
                 && tally.landed > tally.writes / 4
                 && tally.killed > 0
                 && tally.stopped > 0
-                && tally.cut_off > 0);
-        if is_well && happened && wrong.duplicates > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+                && tally.cut_off > 0
+                && tally.demo > 0
+                && tally.demo_replayed > 0);
+        if is_well && happened && are_found { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 
-    async fn fly_all(from: u64, rounds: u64, is_wrong: bool) -> Tally {
+    async fn fly_all(from: u64, rounds: u64, server: impl Fn(u64) -> Server) -> Tally {
         let mut tally = Tally::default();
         let mut worlds = JoinSet::new();
         for round in 0..rounds {
@@ -356,7 +500,8 @@ mod rounds {
             {
                 tally.add(&flown.expect("a round does not panic"));
             }
-            worlds.spawn(fly(from.wrapping_add(round), is_wrong));
+            let seed = from.wrapping_add(round);
+            worlds.spawn(fly(seed, server(seed)));
         }
         while let Some(flown) = worlds.join_next().await {
             tally.add(&flown.expect("a round does not panic"));
@@ -364,15 +509,15 @@ mod rounds {
         tally
     }
 
-    async fn fly(seed: u64, is_wrong: bool) -> Tally {
+    async fn fly(seed: u64, server: Server) -> Tally {
         let folder = tempfile::tempdir().expect("a folder");
         let mut random = Rng::with_seed(seed);
         let mischief = tokio::spawn(disturb(folder.path().to_owned(), random.fork()));
-        let mut tally = Tally::default();
+        let mut tally = Tally { demo: u64::from(server.is_demo), ..Tally::default() };
         for client in 0..CLIENTS {
             let killed = tally.killed;
             // Each has calls of its own.
-            live(folder.path(), seed, 1 + client * CALLS, is_wrong, &mut random, &mut tally).await;
+            live(folder.path(), seed, 1 + client * CALLS, server, &mut random, &mut tally).await;
             if tally.killed == killed {
                 break;
             }
@@ -380,15 +525,18 @@ mod rounds {
         mischief.abort();
         let _ = mischief.await;
         end_servers(folder.path()).await;
-        if is_wrong {
+        if server.is_wrong {
             sleep(2 * LATE).await;
         }
-        judge(folder.path(), seed, is_wrong, &mut tally);
+        judge(folder.path(), seed, server.is_wrong, &mut tally);
+        if server.is_demo {
+            (tally.demo_writes, tally.demo_replayed) = (tally.writes, tally.replayed);
+        }
         tally
     }
 
     /// A client's life: it is stopped now and then, and perhaps killed.
-    async fn live(folder: &Path, seed: u64, first: u64, is_wrong: bool, random: &mut Rng, tally: &mut Tally) {
+    async fn live(folder: &Path, seed: u64, first: u64, server: Server, random: &mut Rng, tally: &mut Tally) {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command
             .env("GOAROUND_CHAOS_CLIENT", folder)
@@ -397,7 +545,10 @@ mod rounds {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .kill_on_drop(true);
-        if is_wrong {
+        if server.is_demo {
+            command.env("GOAROUND_CHAOS_DEMO", "1");
+        }
+        if server.is_wrong {
             command.env("GOAROUND_CHAOS_WRONG", "1");
         }
         let mut client = command.spawn().expect("a client");
@@ -491,7 +642,9 @@ mod rounds {
 
     fn servers(folder: &Path) -> Vec<Pid> {
         let pids = std::fs::read_to_string(folder.join("pids")).unwrap_or_default();
-        let pids = pids.lines().filter_map(|pid| Pid::from_raw(pid.parse().ok()?));
+        let journal = std::fs::read_to_string(demo::journal_of(folder)).unwrap_or_default();
+        let of_demo = journal.lines().filter_map(|line| line.strip_prefix("start "));
+        let pids = pids.lines().chain(of_demo).filter_map(|pid| Pid::from_raw(pid.parse().ok()?));
         // Not whoever has its number now.
         let exe = std::env::current_exe().ok();
         let is_ours = |pid: &Pid| {

@@ -32,6 +32,8 @@ const TRUE: Lies = Lies {
     clock_stands: false,
     unmarked: false,
     says_not_sent: false,
+    forgets_doubts: false,
+    loses_synced: false,
 };
 
 #[cfg(not(goaround_controls))]
@@ -134,6 +136,20 @@ pub const LIES: &[Control] = &[
         Kind::Lean,
         Lies { says_not_sent: true, ..TRUE },
         &["duplicates", "lies"],
+    ),
+    #[cfg(feature = "ledger-durable")]
+    lie(
+        "a ledger's file that is another one after a crash",
+        Kind::Full,
+        Lies { forgets_doubts: true, ..TRUE },
+        &["keys"],
+    ),
+    #[cfg(feature = "ledger-durable")]
+    lie(
+        "a disk that loses what it said to have stored",
+        Kind::Full,
+        Lies { loses_synced: true, ..TRUE },
+        &["unreported"],
     ),
 ];
 

@@ -75,6 +75,8 @@ pub struct Flown {
 const LAST_ZOMBIE: u64 = 60_000;
 /// What is said of a write whose key the server may have forgotten.
 const KEY_IS_OVER: &str = "the time is over for which the server keeps the key";
+/// The first token of those that call after a crash.
+const AFTERWARDS: u32 = 101;
 /// What no call takes.
 const FOR_EVER: u64 = 3_600_000;
 
@@ -588,12 +590,19 @@ async fn fly<H: Harness>(world: &World, mut rng: Rng) {
         for flight in flights.drain(..) {
             let _ = flight.await;
         }
-        for seen in world.lock().calls.values_mut() {
-            seen.crashed = seen.told.is_none();
-        }
+        world.are_crashed();
         drop(first);
         sleep(ms(100) + world.wait(6_000)).await;
         first = stack::<H>(world, &mut rng, default);
+        if world.plan().on_file {
+            // Others call meanwhile, and may want to touch what is in doubt. Drawn apart, so that other worlds are what
+            // they were.
+            let mut rng = Rng::with_seed(rng.clone().u64(..) ^ 0xaf7e);
+            for token in AFTERWARDS..AFTERWARDS + rng.u32(1..5) {
+                let caller = Caller::new(token, &mut rng, default, false, world.plan());
+                flights.push(tokio::spawn(Box::pin(caller.call::<H>(first.clone(), world.clone()))));
+            }
+        }
         resolve::<H>(world, &first).await;
     }
     // Calls without a deadline wait as long as their connection is there.

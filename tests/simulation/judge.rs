@@ -199,11 +199,12 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
 
 /// What the ledger says at the end of time must be so.
 fn judge_ledger(world: &World) {
+    world.judge_what_is_left();
     for entry in world.book() {
         let (token, excused) = {
             let state = world.lock();
             let Some(token) = state.tokens.get(&entry.id.call()).copied() else { continue };
-            (token, state.book.unsettled.contains(&entry.id))
+            (token, state.book.unsettled.contains(&entry.id.call()))
         };
         let effects = world.effects(token);
         let (told, again, cut_off) = {

@@ -4,7 +4,8 @@
 //!
 //! Two harnesses share the world: `full` has the real stack over the real JSON-RPC client on an in-memory
 //! pipe, in some worlds with MCP on it, `lean` an in-memory service under the same layers. In a quarter of the worlds
-//! some callers have their turns late: see `late`. What is declared falsely, and a guard that is off, must be found
+//! some callers have their turns late: see `late`. In some worlds the ledger is the one in a file, too: see `durable`, and
+//! without the feature `ledger-durable` only its model. What is declared falsely, and a guard that is off, must be found
 //! out: see `controls`.
 //!
 //! - `GOAROUND_SEEDS=n` flies n full seeds and five times as many lean ones (20,000 and 100,000 by default).
@@ -13,6 +14,8 @@
 #![allow(missing_docs, unreachable_pub)]
 
 mod controls;
+#[cfg(feature = "ledger-durable")]
+mod durable;
 mod fly;
 mod full;
 mod judge;
@@ -221,18 +224,18 @@ fn remember(broken: &[(Kind, u64)]) {
     }
 }
 
-/// Whether a seed decides everything: the same one gives the same history.
+/// Whether a seed decides everything: the same one gives the same history, also with a ledger's file.
 fn is_decided_by_its_seed() -> bool {
-    Kind::ALL.into_iter().all(|kind| {
-        (0..50).all(|seed| {
-            let [one, two] = [1, 2].map(|_| kind.run(seed, Lies::default(), true).history);
-            if one != two {
-                println!("FAILED: {}/{seed} is not the same the second time", kind.name());
-                println!("{one}\n----\n{two}");
-            }
-            one == two
-        })
-    })
+    let is_decided = |kind: Kind, seed| {
+        let [one, two] = [1, 2].map(|_| kind.run(seed, Lies::default(), true).history);
+        if one != two {
+            println!("FAILED: {}/{seed} is not the same the second time", kind.name());
+            println!("{one}\n----\n{two}");
+        }
+        one == two
+    };
+    let on_file: Vec<u64> = (0..).filter(|seed| world::crashes_on_file(*seed)).take(30).collect();
+    Kind::ALL.into_iter().all(|kind| (0..50).chain(on_file.clone()).all(|seed| is_decided(kind, seed)))
 }
 
 fn number(name: &str) -> Option<u64> {
@@ -247,7 +250,8 @@ fn replay(kind: Kind, seed: u64) -> bool {
     for wrong in &flown.wrong {
         println!("{}/{seed}: {wrong:?}", kind.name());
     }
-    println!("GOAROUND_SEED={}/{seed} cargo test --test simulation", kind.name());
+    let features = if cfg!(feature = "ledger-durable") { " --features ledger-durable" } else { "" };
+    println!("GOAROUND_SEED={}/{seed} cargo test{features} --test simulation", kind.name());
     flown.wrong.is_empty()
 }
 
@@ -265,6 +269,13 @@ fn main() -> ExitCode {
             shown(panic);
         }
     }));
+    let code = fly();
+    #[cfg(feature = "ledger-durable")]
+    durable::clean_up();
+    code
+}
+
+fn fly() -> ExitCode {
     if let Ok(seed) = std::env::var("GOAROUND_SEED") {
         let both = || Some(Kind::ALL.map(|kind| (kind, seed.trim().parse().ok())).to_vec());
         let seeds = seed_of(&seed).map(|(kind, seed)| vec![(kind, Some(seed))]).or_else(both);
@@ -298,7 +309,7 @@ fn main() -> ExitCode {
         all.merge(tally);
     }
     // That nothing went wrong proves something only if everything happened.
-    for (_, name) in Branch::ALL {
+    for (_, name) in Branch::ALL.iter().filter(|(branch, _)| branch.is_reachable()) {
         let reached = all.covered.get(name).copied().unwrap_or_default();
         println!("{reached:>8} {name}");
         if reached == 0 && seeds >= SEEDS && only.is_none() {
@@ -315,9 +326,15 @@ fn main() -> ExitCode {
         replay(*kind, *seed);
     }
     remember(&shown);
+    let on_file = Branch::ALL.iter().find(|(branch, _)| *branch == Branch::OnFile);
+    let on_file = on_file.and_then(|(_, name)| all.covered.get(name)).copied().unwrap_or_default();
     let of = |kind: &str| all.wrong.get(kind).copied().unwrap_or_default();
     for (kind, count) in &all.wrong {
         println!("{kind}: {count}");
+    }
+    match cfg!(feature = "ledger-durable") {
+        true => println!("with the ledger in a file: {on_file} worlds"),
+        false => println!("with the ledger in a file: none, for want of the feature ledger-durable"),
     }
     println!(
         "seeds={} duplicates={} lost={} unreported={} late={}{speeds}",

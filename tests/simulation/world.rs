@@ -14,7 +14,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use goaround::{CallId, write_safety::ledger::EntryId};
+use goaround::CallId;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::{
@@ -31,6 +31,10 @@ const LONGEST_WAY: u64 = 100_000;
 
 /// Tokens of the calls that see whether everything works again.
 pub const CANARIES: u32 = 1_000;
+
+/// In how many of a thousand worlds with a database the ledger is in a file: they take several times as long as others.
+const WITH_A_CRASH: u32 = 50;
+const WITHOUT_ONE: u32 = 5;
 
 pub fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
@@ -69,6 +73,16 @@ pub struct Lies {
     pub unmarked: bool,
     /// A connection says of all that it did not send that nothing was sent.
     pub says_not_sent: bool,
+    /// After a crash the ledger's file is another one.
+    pub forgets_doubts: bool,
+    /// A crash takes from the ledger's file what was said to be stored for good.
+    pub loses_synced: bool,
+}
+
+impl Lies {
+    fn of_a_file(self) -> bool {
+        self.forgets_doubts || self.loses_synced
+    }
 }
 
 /// What a world has more of than others, for guards that little else needs.
@@ -130,6 +144,8 @@ pub struct Plan {
     pub reads_answers: bool,
     /// Whether the ledger is a database.
     pub store: bool,
+    /// Whether the ledger in a file is, too.
+    pub on_file: bool,
     /// When the client's process crashes.
     pub crashes: Option<u64>,
     /// When the machine sleeps, and for how long.
@@ -252,7 +268,19 @@ pub enum Reply {
     Silence,
 }
 
+/// Whether that seed's client crashes with its ledger in a file.
+pub fn crashes_on_file(seed: u64) -> bool {
+    let plan = Plan::drawn(seed, &mut Rng::with_seed(seed), Lies::default(), Sort::Meaning);
+    plan.on_file && plan.crashes.is_some()
+}
+
 impl Plan {
+    fn drawn(seed: u64, rng: &mut Rng, lies: Lies, sort: Sort) -> Self {
+        let mut plan = Self::new(rng, lies, sort, Late::drawn(seed, lies));
+        plan.on_file = plan.store && plan.is_on_file(seed);
+        plan
+    }
+
     fn new(rng: &mut Rng, lies: Lies, sort: Sort, late: Option<Late>) -> Self {
         let ends_effects = rng.bool();
         let mut percent = |most: u32| if rng.bool() { 0 } else { rng.u32(0..=most) };
@@ -273,13 +301,14 @@ impl Plan {
         };
         let quarantine = (rng.u32(0..100) < 65).then_some(LANDS_WITHIN + 1);
         let leaks = rng.u32(0..100) < 30;
-        let independent = (rng.u32(0..100) < 40 || lies.independent) && !lies.wrong_key;
+        let independent = (rng.u32(0..100) < 40 || lies.independent) && !lies.wrong_key && !lies.of_a_file();
         let keeps_keys = match lies.keys_forgotten || lies.clock_stands {
             true => Some(30_000),
             false => (rng.u32(0..100) < 25).then(|| [8_000, 25_000, 120_000][rng.usize(0..3)]),
         };
-        let store = rng.u32(0..100) < 40;
-        let crashes = (store && rng.u32(0..100) < 20).then(|| rng.u64(500..12_000));
+        let store = rng.u32(0..100) < 40 || lies.of_a_file();
+        let crashes = (store && rng.u32(0..100) < 20) || lies.of_a_file();
+        let crashes = crashes.then(|| rng.u64(500..12_000));
         let sleeps = rng.u32(0..100) < 20 || lies.clock_stands;
         let sleeps = sleeps.then(|| (rng.u64(500..15_000), rng.u64(1_000..60_000)));
         let clock_is_set = rng.u32(0..100) < 20 && !lies.clock_stands;
@@ -298,11 +327,12 @@ impl Plan {
             },
             looks_first: rng.u32(0..100) < 40,
             independent,
-            keys: (rng.u32(0..100) < 50 && !independent) || lies.wrong_key,
+            keys: (rng.u32(0..100) < 50 && !independent) || lies.wrong_key || lies.of_a_file(),
             replays_idempotent: rng.u32(0..100) < 20 || lies.idempotent,
             keeps_keys,
             reads_answers: rng.bool(),
             store,
+            on_file: false,
             crashes,
             sleeps,
             clock_is_set,
@@ -329,6 +359,12 @@ impl Plan {
         }
         plan.favour(rng);
         plan
+    }
+
+    /// Whether its ledger is in a file, too. Drawn apart from everything else, so that other worlds are what they were.
+    fn is_on_file(&self, seed: u64) -> bool {
+        let often = if self.crashes.is_some() { WITH_A_CRASH } else { WITHOUT_ONE };
+        Rng::with_seed(seed ^ 0x00f1_1e00).u32(0..1_000) < often || self.lies.of_a_file()
     }
 
     fn favour(&mut self, rng: &mut Rng) {
@@ -407,8 +443,8 @@ pub struct State {
     pub loses: Option<u32>,
     pub book: Book,
     /// Which run of the client entered a write.
-    pub runs: BTreeMap<EntryId, u32>,
-    pub claimed: BTreeSet<EntryId>,
+    pub runs: BTreeMap<CallId, u32>,
+    pub claimed: BTreeSet<CallId>,
     /// The keys that servers got, when they got each first, and whether its write was applied.
     keys: BTreeMap<String, (Duration, bool)>,
     processes: Vec<Process>,
@@ -482,7 +518,7 @@ pub(crate) use note;
 impl World {
     pub fn new(seed: u64, lies: Lies, sort: Sort, record: bool) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let plan = Plan::new(&mut rng, lies, sort, Late::drawn(seed, lies));
+        let plan = Plan::drawn(seed, &mut rng, lies, sort);
         let state = State {
             rng: rng.fork(),
             applied: Vec::new(),
@@ -497,7 +533,7 @@ impl World {
             most_reads: 0,
             found_absent: BTreeSet::new(),
             loses: None,
-            book: Book::default(),
+            book: if plan.on_file { Book::on_file(seed, lies) } else { Book::default() },
             runs: BTreeMap::new(),
             claimed: BTreeSet::new(),
             keys: BTreeMap::new(),
@@ -827,10 +863,10 @@ impl World {
         let mut found = Vec::new();
         if self.plan().store && !seen.again {
             let id = state.tokens.iter().find(|(_, known)| **known == token).map(|(call, _)| *call);
-            let entered = state.runs.keys().find(|entry| Some(entry.call()) == id);
+            let entered = id.filter(|call| state.runs.contains_key(call));
             match entered {
                 None => found.push(Wrong::Ledger { write: token, what: "it was not entered" }),
-                Some(entry) if !first && !state.claimed.contains(entry) => {
+                Some(call) if !first && !state.claimed.contains(&call) => {
                     found.push(Wrong::Ledger { write: token, what: "its replay was not claimed" });
                 }
                 Some(_) => {}
@@ -1239,6 +1275,19 @@ macro_rules! branches {
 
         impl Branch {
             pub const ALL: &[(Self, &str)] = &[$((Branch::$name, $text),)*];
+
+            /// Whether it can be reached in this build.
+            pub const fn is_reachable(self) -> bool {
+                cfg!(feature = "ledger-durable")
+                    || !matches!(
+                        self,
+                        Branch::OnFile
+                            | Branch::FileHadDoubts
+                            | Branch::FileTorn
+                            | Branch::FileResolved
+                            | Branch::FileRefusedKey
+                    )
+            }
         }
     };
 }
@@ -1283,6 +1332,11 @@ branches! {
     LedgerCannotClaim: "the ledger could not claim a replay",
     Crash: "the client's process crashed",
     Resolved: "what a crash left open was settled",
+    OnFile: "the ledger was in a file, too",
+    FileHadDoubts: "a ledger's file was opened after a crash and had writes in doubt",
+    FileTorn: "a crash took from a ledger's file what was not stored for good",
+    FileResolved: "what a ledger's file had from before a crash was settled in it",
+    FileRefusedKey: "a write was refused because of one in doubt in a ledger's file from before a crash",
     CheckFailed: "a check failed",
     CheckPanicked: "a check panicked",
     CheckHung: "a check hung",
