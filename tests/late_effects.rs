@@ -1371,19 +1371,28 @@ async fn a_call_has_its_own_second_hand_over_after_one_that_was_refused_before_i
 
 // ===== A queued frame whose time is up =====
 
+type Sent = Pin<Box<dyn Future<Output = Result<Response, CallError>> + Send>>;
+
+/// A write with a key that the server keeps for a while, whose connection is gone.
+async fn lost_with_its_connection(net: &Pipes) -> (Stack<Pipes, Request, Response>, task::Spawn<Sent>) {
+    let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(WINDOW));
+    let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
+    let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
+    let call: Sent = Box::pin(stack.clone().oneshot(put));
+    let mut call = task::spawn(call);
+    assert!(call.poll().is_pending());
+    settle().await;
+    net.kill(0).await;
+    (stack, call)
+}
+
 /// The replay by W1's idempotency key waits in the queue of a connection that stalls. The key's time ends, and W1's task,
 /// which is woken, has its turn a little later. The connection's task, which has its turn at once, sends it all the same:
 /// the server has forgotten the key.
 #[tokio::test(start_paused = true)]
 async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task_has_its_turn_late() {
     let net = Pipes::default();
-    let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(WINDOW));
-    let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
-    let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
-    let mut first = task::spawn(stack.clone().oneshot(put));
-    assert!(first.poll().is_pending());
-    settle().await;
-    net.kill(0).await;
+    let (stack, mut first) = lost_with_its_connection(&net).await;
     let large = Request::new("large", json!({ "of": "x".repeat(8 << 10) })).unwrap().read_only();
     let mut other = task::spawn(stack.clone().oneshot(large));
     // It finds the connection dead, and is on the next one, which stalls.
@@ -1422,13 +1431,7 @@ async fn read_all(mut peer: DuplexStream) -> String {
 async fn a_replay_that_lies_behind_other_frames_is_not_sent_after_its_keys_time() {
     for (others, size) in [(1, 8 << 10), (10, 1_200)] {
         let net = Pipes::default();
-        let safety = Safety::refuse().keyed(KeyedWrites::param("/key").honoured_for(WINDOW));
-        let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
-        let put = Request::new("put/1", json!({})).unwrap().as_effect(Effect::Write);
-        let mut first = task::spawn(stack.clone().oneshot(put));
-        assert!(first.poll().is_pending());
-        settle().await;
-        net.kill(0).await;
+        let (stack, mut first) = lost_with_its_connection(&net).await;
         let mut probing = task::spawn(stack.clone().oneshot(Request::new("list", ()).unwrap().read_only()));
         for _ in 0..3 {
             assert!(probing.poll().is_pending());
