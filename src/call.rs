@@ -548,19 +548,22 @@ impl CallContext {
     /// That the call's time is up before anything of it was sent, or a replay's, as a connection asks when its turn comes,
     /// where somebody answers for what becomes of it. Whoever waits for it withdraws it then, but may have his turn late;
     /// and a server may have forgotten the key by which a write could be repeated until then. A first attempt loses
-    /// nothing by going late, and would never go if its time were shorter than a turn takes. Reads the clock for nothing
-    /// else.
+    /// nothing by going late, and would never go if its time were shorter than a turn takes. What has a gate is asked of
+    /// there once more: it may have lain behind a stalled pipe for long. Reads the clock for nothing else.
     pub(crate) fn overdue(&self) -> Option<CallError> {
         let activity = self.activity.as_ref()?;
-        let (deadline, until) = (self.until(), self.attempt_until.filter(|_| activity.has_gate()));
-        if (!deadline.has_end() && until.is_none()) || off!(AttemptTime) {
-            return None;
+        let has_gate = activity.has_gate();
+        let (deadline, until) = (self.until(), self.attempt_until.filter(|_| has_gate));
+        let mut is_over = false;
+        if (deadline.has_end() || until.is_some()) && !off!(AttemptTime) {
+            let now = Instant::now();
+            if deadline.is_past(now) {
+                return Some(CallError::deadline(Delivery::NotSent));
+            }
+            is_over = until.is_some_and(|at| now >= at);
         }
-        let now = Instant::now();
-        if deadline.is_past(now) {
-            return Some(CallError::deadline(Delivery::NotSent));
-        }
-        until.is_some_and(|at| now >= at).then(|| CallError::attempt_timeout(Delivery::NotSent))
+        (is_over || (has_gate && !activity.still_goes()))
+            .then(|| CallError::attempt_timeout(Delivery::NotSent))
     }
 
     /// The marks of the layer further out, which are not this one's.
@@ -804,6 +807,13 @@ impl Activity {
         if gate.is_some_and(|gate| !gate.opens()) {
             self.close();
         }
+    }
+
+    /// Whether one with a gate may still go, now that its connection's turn has come to begin with it.
+    fn still_goes(&self) -> bool {
+        self.ask_the_gate();
+        let state = self.lock();
+        !state.over && !state.is_within_what_ended()
     }
 
     /// Marks that the request was not sent, or not processed, on the connection that it was given to.

@@ -14,9 +14,9 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, Waker},
     time::Duration,
 };
 
@@ -36,7 +36,7 @@ use tokio::{
     time::{Instant, advance},
 };
 use tokio_test::task;
-use tower::{Layer, Service, ServiceExt, util::BoxCloneService};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, util::BoxCloneService};
 
 use pipes::*;
 
@@ -1238,6 +1238,204 @@ async fn a_replay_that_is_turned_away_when_it_would_go_says_why_and_was_none() {
             assert!(third.poll().is_pending());
         }
         assert_eq!(server.seen()[2..], if with_key { vec![] } else { vec![3] });
+    }
+}
+
+// ===== A replay that waits for a doubt, and places below =====
+
+fn read(number: u64) -> Tag {
+    goaround::Tagged::new(number, Effect::ReadOnly).named("read")
+}
+
+/// Two places below. W1's attempt is lost, and a read that lasts takes its place. W2, which was handed over after it, hangs,
+/// and its check finds that it is absent. W1's replay may not go any more, since W2 was handed over, and says so before it
+/// asks for a place: W2's attempt has that, and W2's replay, which gives it back, would wait for W1's doubt.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_overtaken_and_one_that_waits_for_its_doubt_do_not_wait_for_each_other() {
+    // The control: a place more.
+    for places in [3, 2] {
+        overtaken_and_waiting(places).await;
+    }
+}
+
+async fn overtaken_and_waiting(places: usize) {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    })
+    .attempt_timeout(SECOND)
+    .conflict_key(|_: &Tag| Some("k"));
+    let service = ServiceBuilder::new().layer(safety).concurrency_limit(places).service(server.clone());
+    let begin = |tag: Tag| service.clone().oneshot(tag);
+    let mut first = task::spawn(begin(pay(1)));
+    assert!(first.poll().is_pending());
+    let mut second = task::spawn(begin(pay(2)));
+    assert!(second.poll().is_pending());
+    let mut lasts = task::spawn(begin(read(3)));
+    assert!(lasts.poll().is_pending());
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    let Poll::Ready(Err(error)) = first.poll() else { panic!() };
+    assert!(error.notes().any(|note| note.contains("handed over since")), "{error}");
+    assert!(lasts.poll().is_pending());
+    advance(SECOND + MS).await;
+    assert!(second.is_woken() && second.poll().is_pending());
+    settle().await;
+    assert!(second.poll().is_pending());
+    // Its own attempt has a place until it goes again.
+    server.tell(2, Ok(3));
+    assert!(matches!(lasts.poll(), Poll::Ready(Ok(3))));
+    assert!(second.poll().is_pending());
+    assert_eq!(server.seen(), [1, 2, 3, 2]);
+    server.tell(3, Ok(2));
+    assert!(matches!(second.poll(), Poll::Ready(Ok(2))));
+}
+
+/// Two places below, and the check asks by way of them. W1's attempt is lost while a read that lasts has the other place:
+/// its replay stands in line for one. Then W2, which was called before it, is lost, and its place is W1's, whose replay
+/// waits for W2's doubt; W2's check stands in line behind it.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_waits_for_a_doubt_holds_no_place_that_its_check_needs() {
+    for places in [3, 2] {
+        waiting_and_asking(places).await;
+    }
+}
+
+async fn waiting_and_asking(places: usize) {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        if *doubt.request().get_ref() == 1 {
+            return Ok::<_, BoxError>(doubt.not_landed_because("the server says so"));
+        }
+        Ok(match doubt.probe(read(20)).await {
+            Ok(found) => doubt.landed(found),
+            Err(_) => doubt.unknown("not asked"),
+        })
+    })
+    .conflict_key(|_: &Tag| Some("k"));
+    let service = ServiceBuilder::new().layer(safety).concurrency_limit(places).service(server.clone());
+    let begin = |tag: Tag| service.clone().oneshot(tag);
+    let mut second = task::spawn(begin(pay(2)));
+    assert!(second.poll().is_pending());
+    let mut first = task::spawn(begin(pay(1)));
+    assert!(first.poll().is_pending());
+    let mut lasts = task::spawn(begin(read(3)));
+    assert!(lasts.poll().is_pending());
+    server.tell(1, Err(CallError::ambiguous("reset")));
+    // The read has its place before its replay asks for it.
+    assert!(first.poll().is_pending());
+    assert!(lasts.poll().is_pending());
+    if places == 3 {
+        // The control: the replay goes before there is a doubt of W2, and its check has a place.
+        assert_eq!(server.seen(), [2, 1, 3, 1]);
+        server.tell(3, Ok(1));
+        assert!(first.poll().is_ready());
+    } else {
+        assert_eq!(server.seen(), [2, 1, 3]);
+        assert!(first.poll().is_pending());
+    }
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    for _ in 0..3 {
+        assert!(second.poll().is_pending());
+        assert!(places == 3 || first.poll().is_pending());
+    }
+    assert_eq!(
+        server.seen().last(),
+        Some(&20),
+        "{places} places: the check has no place: the replay that waits for it has it"
+    );
+}
+
+/// W1 waits for W2's doubt, and a write without a key is handed over, which touches all: W1's replay must not go any more,
+/// whatever becomes of W2, and its caller need not wait to be told.
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_waits_for_a_doubt_ends_once_another_write_forbids_it() {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        if *doubt.request().get_ref() == 2 {
+            tokio::time::sleep(100 * SECOND).await;
+        }
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    })
+    .check_timeout(200 * SECOND)
+    .conflict_key(|request: &Tag| (*request.get_ref() != 9).then_some("k"));
+    let service = safety.layer(server.clone());
+    let begin = |tag: Tag| service.clone().oneshot(tag);
+    let (mut second, mut first) = (task::spawn(begin(pay(2))), task::spawn(begin(pay(1))));
+    assert!(second.poll().is_pending() && first.poll().is_pending());
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    assert!(second.poll().is_pending());
+    server.tell(1, Err(CallError::ambiguous("reset")));
+    assert!(first.poll().is_pending());
+    advance(SECOND).await;
+    settle().await;
+    assert!(first.poll().is_pending(), "it waits");
+    let mut keyless = task::spawn(begin(pay(9)));
+    assert!(keyless.poll().is_pending());
+    settle().await;
+    assert!(first.is_woken(), "nobody tells it");
+    let Poll::Ready(Err(error)) = first.poll() else { panic!() };
+    assert!(error.notes().any(|note| note.contains("handed over since")), "{error}");
+}
+
+/// docs of `conflict_key`: the replay of a write that was called before "waits until that one is settled, and is not made if
+/// it ends in doubt". Here it has a place below, or is about to be claimed, when the doubt arises, and is refused at once
+/// though W2 is found not to have landed.
+#[tokio::test(start_paused = true)]
+async fn a_replay_waits_for_a_doubt_that_arises_while_it_waits_for_its_service() {
+    let server = Told::default();
+    let safety = Tags::new(|doubt: InDoubt<Tag, u64>| async move {
+        if *doubt.request().get_ref() == 2 {
+            tokio::time::sleep(SECOND).await;
+        }
+        Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
+    })
+    .conflict_key(|_: &Tag| Some("k"));
+    let slow = Unready { inner: server.clone(), readies: Arc::default(), waker: Arc::default() };
+    let (readies, waker) = (slow.readies.clone(), slow.waker.clone());
+    let service = safety.layer(slow);
+    let begin = |tag: Tag| {
+        let mut service = service.clone();
+        async move { service.call(tag).await }
+    };
+    let (mut second, mut first) = (task::spawn(begin(pay(2))), task::spawn(begin(pay(1))));
+    assert!(second.poll().is_pending() && first.poll().is_pending());
+    server.tell(1, Err(CallError::ambiguous("reset")));
+    assert!(first.poll().is_pending());
+    // W1's replay waits for its service when W2's doubt arises; both happen before its task has its turn.
+    server.tell(0, Err(CallError::ambiguous("reset")));
+    readies.store(true, Ordering::Relaxed);
+    waker.lock().unwrap().take().into_iter().for_each(Waker::wake);
+    assert!(second.poll().is_pending());
+    let said = first.poll();
+    assert!(said.is_pending(), "W2 is still looked for: {said:?}");
+    advance(2 * SECOND).await;
+    assert!(second.poll().is_ready());
+    assert!(first.poll().is_pending());
+    assert_eq!(server.seen(), [2, 1, 1]);
+}
+
+#[derive(Clone)]
+struct Unready {
+    inner: Told,
+    readies: Arc<AtomicBool>,
+    waker: Arc<Mutex<Option<Waker>>>,
+}
+
+impl Service<Tag> for Unready {
+    type Response = u64;
+    type Error = CallError;
+    type Future = <Told as Service<Tag>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        if self.readies.load(Ordering::Relaxed) {
+            return Poll::Ready(Ok(()));
+        }
+        *self.waker.lock().unwrap() = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
+    fn call(&mut self, request: Tag) -> Self::Future {
+        self.inner.call(request)
     }
 }
 

@@ -484,7 +484,12 @@ impl Driver {
     fn take_again(&mut self, changed: bool) {
         let (mut at, mut gone, mut withdrawn) = (self.out.begun().count(), 0, 0);
         while let Some(mark) = self.out.marks.get(at) {
-            let taken = mark.exchange.frame.take();
+            // One that was given up just while it was offered goes no more than one that was withdrawn.
+            let is_given_up = mark.exchange.is_given_up() && mark.exchange.frame.withdraw();
+            if is_given_up {
+                mark.exchange.mark_withdrawn();
+            }
+            let taken = !is_given_up && mark.exchange.frame.take();
             let forbidden = match taken {
                 true if changed => self.forbidden(&mark.exchange),
                 true => mark.exchange.overdue(),
@@ -498,7 +503,7 @@ impl Driver {
             let Some(mark) = self.out.marks.remove(at) else { break };
             gone += mark.end - mark.start;
             let Some(error) = forbidden else {
-                withdrawn += 1;
+                withdrawn += usize::from(!is_given_up);
                 continue;
             };
             // As its caller would have had it, if its turn had come first.
@@ -821,7 +826,9 @@ impl Driver {
         let now = Instant::now();
         let (pending, marks) = (&self.pending, &self.out.marks);
         doomed.calls.retain(|(id, until)| {
-            *until > now && (pending.contains_key(id) || marks.iter().any(|mark| mark.exchange.id() == *id))
+            // What is cut, and given up, ends nothing later.
+            let is_cut = |mark: &Mark| mark.exchange.id() == *id && !mark.exchange.is_given_up();
+            *until > now && (pending.contains_key(id) || marks.iter().any(is_cut))
         });
         let Some(last) = doomed.calls.iter().map(|(_, until)| *until).max() else {
             self.end.get_or_insert(Cow::Borrowed("the peer is silent and did not answer a probe"));

@@ -10,16 +10,18 @@ use std::{
     num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
 };
 
 use super::{
     ledger::{EntryId, State},
+    settle,
     unrecorded::{Backlog, Unrecorded},
 };
 use crate::{
+    Closure,
     call::{Gate, address},
     wakers::wake_all,
 };
@@ -40,6 +42,8 @@ pub(super) struct Conflicts {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Keys {
     held: Arc<Mutex<HashMap<Arc<str>, Key>>>,
+    /// Whether replays wait for a doubt to end, or have waited.
+    are_waited_for: Arc<AtomicBool>,
     backlog: Arc<Backlog>,
 }
 
@@ -101,6 +105,24 @@ impl Keys {
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Those who wait for a doubt to end look again: a write was handed over that may touch them.
+    fn wake(&self) {
+        // In one order with the count of what was handed over: whoever waits says so first, and then looks at that.
+        if self.are_waited_for.load(Ordering::SeqCst) {
+            self.wake_all();
+        }
+    }
+
+    #[cold]
+    fn wake_all(&self) {
+        let woken: Vec<_> = {
+            let mut keys = self.lock();
+            self.are_waited_for.store(false, Ordering::SeqCst);
+            keys.values_mut().flat_map(|state| mem::take(&mut state.waiting)).collect()
+        };
+        wake_all(woken.into_iter().map(|(_, waker)| waker));
+    }
 }
 
 impl Conflicts {
@@ -138,8 +160,10 @@ impl Conflicts {
 
     /// Counts a write without a key that is handed over; its number among all.
     pub(super) fn hand_over(&self) -> u64 {
-        self.keyless.fetch_add(1, Ordering::AcqRel);
-        self.all.fetch_add(1, Ordering::AcqRel) + 1
+        self.keyless.fetch_add(1, Ordering::SeqCst);
+        let number = self.all.fetch_add(1, Ordering::AcqRel) + 1;
+        self.keys.wake();
+        number
     }
 
     /// Whether no other write was handed over after the one without a key that has that number.
@@ -167,7 +191,7 @@ impl Conflicts {
 
     /// Whether no write that touches the one with that place was handed over since.
     fn is_last_keyed(&self, state: &Key, place: Place) -> bool {
-        state.writes == place.writes && self.keyless.load(Ordering::Acquire) == place.keyless
+        state.writes == place.writes && self.keyless.load(Ordering::SeqCst) == place.keyless
     }
 
     /// Whether the replay of a call with that place may go, that began when so many had ended in doubt.
@@ -187,9 +211,10 @@ impl Conflicts {
     }
 
     /// A write without a key, with that number, waits for a connection.
-    pub(super) fn in_line(self: &Arc<Self>, number: u64, replay: bool) -> InLine {
+    pub(super) fn in_line(self: &Arc<Self>, number: u64, replay: bool, independent: bool) -> InLine {
         let place = Place { writes: number, keyless: 0 };
-        InLine::new(Arc::clone(self), None, replay, place)
+        let line = InLine::new(Arc::clone(self), None, replay, place);
+        InLine { independent, ..line }
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
@@ -226,6 +251,8 @@ pub(super) struct InLine {
     replay: bool,
     /// Whether it does not matter what else was handed over.
     independent: bool,
+    /// The end of the connection beside whose process it must not go.
+    beside: Option<Closure>,
     standing: Mutex<Standing>,
 }
 
@@ -242,6 +269,8 @@ pub(super) enum ShutOut {
     Overtaken,
     /// Another one with its key is in doubt.
     KeyInDoubt,
+    /// The old process is still there, so that the quarantine it goes by does not hold.
+    Outlived,
 }
 
 impl Hold {
@@ -284,6 +313,7 @@ impl Hold {
         if let Some(state) = self.of.lock().get_mut(&self.key) {
             self.of.hand_over_keyed(state, self.id);
         }
+        self.of.keys.wake();
     }
 
     /// Whether no write that touches it was handed over since.
@@ -320,6 +350,7 @@ impl Hold {
         // Wakers are foreign code: cloned and dropped without the lock.
         let waker = cx.waker().clone();
         let mut keys = self.of.lock();
+        self.of.keys.are_waited_for.store(true, Ordering::SeqCst);
         let Some(state) = keys.get_mut(&self.key) else { return Poll::Ready(()) };
         let lets_go = self.of.lets_go(state, (self.id, self.left, self.place), false);
         if lets_go != Err(ShutOut::KeyInDoubt) || state.was_left_since(self.left) {
@@ -371,7 +402,12 @@ impl Hold {
 impl InLine {
     fn new(of: Arc<Conflicts>, key: Option<(Arc<str>, EntryId)>, replay: bool, place: Place) -> Self {
         let standing = Mutex::new(Standing { place, shut_out: None });
-        Self { of, key, left: 0, replay, independent: false, standing }
+        Self { of, key, left: 0, replay, independent: false, beside: None, standing }
+    }
+
+    /// Of a replay by a quarantine, that must not go beside the process of that connection.
+    pub(super) fn not_beside(self, closure: Option<Closure>) -> Self {
+        Self { beside: closure, ..self }
     }
 
     /// As of its last hand-over.
@@ -390,8 +426,11 @@ impl InLine {
 
     /// Whether the replay may go, and if not, why.
     fn lets_go(&self, place: Place) -> Result<(), ShutOut> {
+        if self.beside.is_some() && settle::has_outlived(self.beside.as_ref()) {
+            return Err(ShutOut::Outlived);
+        }
         let Some((key, id)) = &self.key else {
-            let goes = self.of.is_last(place.writes) || off!(ReplayWait);
+            let goes = self.independent || self.of.is_last(place.writes) || off!(ReplayWait);
             return if goes { Ok(()) } else { Err(ShutOut::Overtaken) };
         };
         let keys = self.of.lock();
@@ -405,15 +444,16 @@ impl InLine {
 /// counted: it counts when it goes, so that no replay lands on it, and does not go while its key is in doubt.
 impl Gate for InLine {
     fn opens(&self) -> bool {
-        let mut standing = self.lock();
-        let place = standing.place;
+        let place = self.place();
         if self.replay {
-            standing.shut_out = self.lets_go(place).err();
-            return standing.shut_out.is_none();
+            let shut_out = self.lets_go(place).err();
+            self.lock().shut_out = shut_out;
+            return shut_out.is_none();
         }
         let Some((key, id)) = &self.key else {
-            if !self.of.is_last(place.writes) && !off!(WriteWait) {
-                standing.place.writes = self.of.hand_over();
+            if !self.independent && !self.of.is_last(place.writes) && !off!(WriteWait) {
+                let writes = self.of.hand_over();
+                self.lock().place.writes = writes;
             }
             return true;
         };
@@ -423,7 +463,7 @@ impl Gate for InLine {
             return false;
         }
         if !self.of.is_last_keyed(state, place) && !off!(WriteWait) {
-            standing.place = self.of.hand_over_keyed(state, *id);
+            self.lock().place = self.of.hand_over_keyed(state, *id);
         }
         true
     }

@@ -28,7 +28,7 @@ use super::{
     guard,
     ledger::{LedgerError, State},
     refused,
-    settle::{self, Unwinding, settle},
+    settle::{self, Unwinding, has_outlived, settle},
     verdict::{Verdict, VerdictKind},
 };
 use crate::{
@@ -183,6 +183,8 @@ struct Way<S, Req> {
     request: Req,
     wait: Option<Pin<Box<Sleep>>>,
     waited: Duration,
+    /// Whether the service was asked and is not ready: it may have a place in a line below.
+    in_line: bool,
     readied: bool,
     errand: Errand,
 }
@@ -295,6 +297,7 @@ where
                 request,
                 wait: None,
                 waited: Duration::ZERO,
+                in_line: false,
                 readied: true,
                 errand: Errand::First,
             }));
@@ -804,9 +807,45 @@ where
             request,
             wait: wait.map(|wait| Box::pin(tokio::time::sleep(wait))),
             waited: wait.unwrap_or_default(),
+            in_line: false,
             readied: false,
             errand,
         }));
+    }
+
+    /// Waits for its time, and until the service is ready for it.
+    fn poll_readied(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        let Some(way) = &mut self.way else { return Poll::Pending };
+        if let Some(wait) = &mut way.wait {
+            ready!(wait.as_mut().poll(cx));
+            way.wait = None;
+        }
+        if way.readied {
+            return Poll::Ready(Ok(()));
+        }
+        if matches!(way.errand, Errand::Replay(_)) {
+            // Before it takes a place below, which the other one may need.
+            ready!(self.poll_others(cx));
+            if let Err(why) = self.lets_replay_go() {
+                return Poll::Ready(Err(self.not_replayed(why)));
+            }
+        }
+        let Some(way) = &mut self.way else { return Poll::Pending };
+        let readied = way.service.poll_ready(cx);
+        way.in_line = readied.is_pending();
+        match ready!(readied) {
+            // The caller sees to it that the deadline ends this.
+            Ok(()) if self.parts.until.is_over() => Poll::Pending,
+            Ok(()) => {
+                way.readied = true;
+                Poll::Ready(Ok(()))
+            }
+            Err(error) => {
+                self.keep_replaced();
+                let error = CallError::not_ready(error).of_call(&self.parts.name, self.parts.effect);
+                Poll::Ready(Err(error.with_attempt(None)))
+            }
+        }
     }
 
     /// Hands the call over as soon as the service is ready for it, and the ledger has granted it.
@@ -815,40 +854,18 @@ where
         mut attempt: Pin<&mut Option<S::Future>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), CallError>> {
-        let Some(way) = &mut self.way else { return Poll::Pending };
-        if let Some(wait) = &mut way.wait {
-            ready!(wait.as_mut().poll(cx));
-            way.wait = None;
+        if let Err(error) = ready!(self.poll_readied(cx)) {
+            self.way = None;
+            return Poll::Ready(Err(error));
         }
-        if !way.readied {
-            // Before it takes a place below, which the other one may need.
-            if matches!(way.errand, Errand::Replay(_))
-                && !self.parts.lane.config.independent_writes
-                && let Some(hold) = &self.parts.hold
-            {
-                ready!(hold.poll_others(cx));
-            }
-            let readied = ready!(way.service.poll_ready(cx));
-            if readied.is_ok() && self.parts.until.is_over() {
-                return Poll::Pending; // The caller sees to it that the deadline ends this.
-            }
-            if let Err(error) = readied {
-                self.way = None;
-                self.keep_replaced();
-                let error = CallError::not_ready(error).of_call(&self.parts.name, self.parts.effect);
-                return Poll::Ready(Err(error.with_attempt(None)));
-            }
-            way.readied = true;
-        }
-        if matches!(way.errand, Errand::Replay(_)) {
+        if self.way.as_ref().is_some_and(|way| matches!(way.errand, Errand::Replay(_))) {
             if let Err(why) = self.lets_replay_go() {
                 self.way = None;
                 return Poll::Ready(Err(self.not_replayed(why)));
             }
             if self.is_beside() {
                 self.way = None;
-                self.keep_replaced();
-                return Poll::Ready(Err(self.last_error().note(OUTLIVED)));
+                return Poll::Ready(Err(self.not_replayed(ShutOut::Outlived)));
             }
             self.parts.account.claim();
         }
@@ -936,6 +953,20 @@ where
         Poll::Ready(Ok(()))
     }
 
+    /// Waits until no other write with its key is in doubt. What is waited for below is given up meanwhile.
+    fn poll_others(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Parts { hold: Some(hold), lane, .. } = &self.parts else { return Poll::Ready(()) };
+        if lane.config.independent_writes || hold.poll_others(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        if let Some(way) = &mut self.way
+            && mem::take(&mut way.in_line)
+        {
+            way.service = lane.spare();
+        }
+        Poll::Pending
+    }
+
     /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
     /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
     fn look_as_it_begins(&self) {
@@ -957,14 +988,20 @@ where
             return;
         }
         let (Lane { config, shared, .. }, replay) = (&*self.parts.lane, self.replay.is_some());
+        // By a quarantine, the replay must not go beside the old process.
+        let beside = match (replay, &self.doubt) {
+            (true, Some(doubt)) if doubt.fence.as_ref().is_some_and(is_quarantine) => doubt.beside.clone(),
+            _ => None,
+        };
+        let independent = config.independent_writes || off!(OtherWrites);
         let line = match &self.parts.hold {
-            Some(hold) => hold.in_line(replay, config.independent_writes || off!(OtherWrites)),
-            None if self.is_counted() && !off!(OtherWrites) => {
-                shared.conflicts.in_line(self.sequence, replay)
+            Some(hold) => hold.in_line(replay, independent),
+            None if (self.is_counted() && !independent) || beside.is_some() => {
+                shared.conflicts.in_line(self.sequence, replay, independent)
             }
             None => return,
         };
-        let line = Arc::new(line);
+        let line = Arc::new(line.not_beside(beside));
         self.parts.current.activity.set_gate(Arc::<InLine>::clone(&line));
         self.line = Some(line);
     }
@@ -1011,6 +1048,7 @@ where
         let why = match why {
             ShutOut::Overtaken => self.overtaken(),
             ShutOut::KeyInDoubt => KEY_IN_DOUBT,
+            ShutOut::Outlived => OUTLIVED,
         };
         self.last_error().note(why)
     }
@@ -1632,14 +1670,6 @@ fn not_landed(attempts: &[Attempt], why: &str) -> State {
 /// Whether it is the layer's own, that was declared for a server that ends when it is told to.
 fn is_quarantine(fence: &Fence) -> bool {
     fence.basis() == FenceBasis::Declared && !fence.is_of_the_check()
-}
-
-/// Whether that connection's process is found to have outlived all signals.
-fn has_outlived(closure: Option<&Closure>) -> bool {
-    if let Some(closure) = closure {
-        closure.learn_exit();
-    }
-    settle::is_still_there(closure)
 }
 
 /// Settles every attempt that is in doubt.

@@ -391,6 +391,14 @@ pub(super) fn is_still_there(closure: Option<&Closure>) -> bool {
     })
 }
 
+/// Whether that connection's process is found to have outlived all signals.
+pub(super) fn has_outlived(closure: Option<&Closure>) -> bool {
+    if let Some(closure) = closure {
+        closure.learn_exit();
+    }
+    is_still_there(closure)
+}
+
 /// Whether that connection's process is known to be gone, and its effects with it.
 pub(super) fn is_gone(closure: &Closure) -> bool {
     closure.exit_ends_effects() && closure.exit().is_some_and(|exit| exit.group_gone)
