@@ -693,10 +693,14 @@ struct ActivityState {
     gate: Option<Arc<dyn Gate>>,
 }
 
-/// What is asked of an attempt that has waited for a connection at the moment in which it goes.
+/// What is asked of an attempt that has waited for a connection, and of each replay, at the moment in which it goes.
 pub(crate) trait Gate: fmt::Debug + Send + Sync {
     /// Whether it may still go. If so, it counts as handed over now.
     fn opens(&self) -> bool;
+
+    /// The same when it has gone to a connection and the turn of its frame comes. It has its place by then: what that
+    /// connection was given later is behind it.
+    fn stays_open(&self) -> bool;
 }
 
 /// What a write-safety layer that may replay a write says of itself to those further in.
@@ -802,16 +806,16 @@ impl Activity {
 
     /// What has waited goes now, if it may; else it is over.
     #[cold]
-    fn ask_the_gate(&self) {
+    fn ask_the_gate(&self, opens: impl FnOnce(&dyn Gate) -> bool) {
         let gate = self.lock().gate.clone();
-        if gate.is_some_and(|gate| !gate.opens()) {
+        if gate.is_some_and(|gate| !opens(&*gate)) {
             self.close();
         }
     }
 
     /// Whether one with a gate may still go, now that its connection's turn has come to begin with it.
     fn still_goes(&self) -> bool {
-        self.ask_the_gate();
+        self.ask_the_gate(|gate| gate.stays_open());
         let state = self.lock();
         !state.over && !state.is_within_what_ended()
     }
@@ -929,7 +933,7 @@ impl Activity {
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant, by: Giver) -> bool {
         if self.is_waiting() {
-            self.ask_the_gate();
+            self.ask_the_gate(|gate| gate.opens());
         }
         let mut state = self.lock();
         // Another one, which has not come back.
@@ -954,7 +958,7 @@ impl Activity {
         if !self.is_waiting() {
             return true;
         }
-        self.ask_the_gate();
+        self.ask_the_gate(|gate| gate.opens());
         let goes_on = self.lock().may_begin();
         self.waiting.store(!goes_on, Ordering::Relaxed);
         goes_on

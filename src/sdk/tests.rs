@@ -307,6 +307,10 @@ impl Gate for Open {
     fn opens(&self) -> bool {
         true
     }
+
+    fn stays_open(&self) -> bool {
+        true
+    }
 }
 
 /// Its task has its turn late: nobody has withdrawn it when the pipe takes more.

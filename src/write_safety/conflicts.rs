@@ -424,6 +424,13 @@ impl InLine {
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the replay may go; if not, it is noted why.
+    fn lets_replay_go(&self) -> bool {
+        let shut_out = self.lets_go(self.place()).err();
+        self.lock().shut_out = shut_out;
+        shut_out.is_none()
+    }
+
     /// Whether the replay may go, and if not, why.
     fn lets_go(&self, place: Place) -> Result<(), ShutOut> {
         if self.beside.is_some() && settle::has_outlived(self.beside.as_ref()) {
@@ -444,12 +451,10 @@ impl InLine {
 /// counted: it counts when it goes, so that no replay lands on it, and does not go while its key is in doubt.
 impl Gate for InLine {
     fn opens(&self) -> bool {
-        let place = self.place();
         if self.replay {
-            let shut_out = self.lets_go(place).err();
-            self.lock().shut_out = shut_out;
-            return shut_out.is_none();
+            return self.lets_replay_go();
         }
+        let place = self.place();
         let Some((key, id)) = &self.key else {
             if !self.independent && !self.of.is_last(place.writes) && !off!(WriteWait) {
                 let writes = self.of.hand_over();
@@ -466,6 +471,10 @@ impl Gate for InLine {
             self.lock().place = self.of.hand_over_keyed(state, *id);
         }
         true
+    }
+
+    fn stays_open(&self) -> bool {
+        !self.replay || self.lets_replay_go()
     }
 }
 
