@@ -68,6 +68,8 @@ mod switches {
         HandedBack,
         /// One that is called and polled later counts as handed over when it is polled first.
         FirstPoll,
+        /// One that has waited keeps its place in the queue of the connection that it was given to.
+        QueuePlace,
         /// A write is replayed once.
         Once,
         /// A write whose future is dropped is reported.

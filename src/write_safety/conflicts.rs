@@ -474,7 +474,10 @@ impl Gate for InLine {
     }
 
     fn stays_open(&self) -> bool {
-        !self.replay || self.lets_replay_go()
+        match self.replay {
+            true => self.lets_replay_go(),
+            false => !off!(QueuePlace) || self.opens(),
+        }
     }
 }
 

@@ -244,6 +244,7 @@ pub const GUARDS: &[Control] = {
                 &["overwritten"],
             ),
         ),
+        guard("a place in the queue lost", Kind::Full, Guard::QueuePlace, &["overwritten"]),
         guard("a second replay", Kind::Full, Guard::Once, &["attempts"]),
         guard("the drop guard off", Kind::Full, Guard::DropGuard, &["unreported"]),
         guard("a key in doubt ignored", Kind::Full, Guard::KeyInDoubt, &["keys"]),
