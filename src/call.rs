@@ -548,8 +548,8 @@ impl CallContext {
     /// That the call's time is up before anything of it was sent, or a replay's, as a connection asks when its turn comes,
     /// where somebody answers for what becomes of it. Whoever waits for it withdraws it then, but may have his turn late;
     /// and a server may have forgotten the key by which a write could be repeated until then. A first attempt loses
-    /// nothing by going late, and would never go if its time were shorter than a turn takes. What has a gate is asked of
-    /// there once more: it may have lain behind a stalled pipe for long. Reads the clock for nothing else.
+    /// nothing by going late, and would never go if its time were shorter than a turn takes. A replay's gate is asked once
+    /// more: it may have lain behind a stalled pipe for long. Reads the clock for nothing else.
     pub(crate) fn overdue(&self) -> Option<CallError> {
         let activity = self.activity.as_ref()?;
         let has_gate = activity.has_gate();
@@ -698,8 +698,9 @@ pub(crate) trait Gate: fmt::Debug + Send + Sync {
     /// Whether it may still go. If so, it counts as handed over now.
     fn opens(&self) -> bool;
 
-    /// The same when it has gone to a connection and the turn of its frame comes. It has its place by then: what that
-    /// connection was given later is behind it.
+    /// The same when it has gone to a connection and the turn of its frame comes. A first attempt has its place by then:
+    /// what that connection was given later is behind it. A replay is asked as before, since a write on another connection
+    /// may have overtaken it.
     fn stays_open(&self) -> bool;
 }
 

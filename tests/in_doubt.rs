@@ -336,6 +336,53 @@ async fn a_replay_is_claimed_first_and_does_not_happen_without() {
     assert!(matches!(store.state(), State::NotLanded { .. }));
 }
 
+/// The ledger may take the claim all the same, and need not take hints.
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_call_ends_while_its_replay_is_claimed_is_settled_in_the_ledger() {
+    for is_overtaken in [true, false] {
+        let lab = Lab::new();
+        let (answers, answered) = tokio::sync::oneshot::channel::<()>();
+        match is_overtaken {
+            true => lab.write(fail(closed())),
+            // It answers itself while it is claimed.
+            false => lab.write(Box::new(|_| {
+                Box::pin(async move {
+                    let _ = answered.await;
+                    Ok(1)
+                })
+            })),
+        };
+        let store = Store::new(&lab.log).shut("claim");
+        let layer = absent(&lab).attempt_timeout(SECOND).ledger(NoHints(store.clone()));
+        let service = service(&lab, layer);
+        let mut first = Box::pin(service.clone().oneshot(write()));
+        for _ in 0..10 {
+            assert!(poll_once(&mut first));
+            advance(SECOND / 2).await;
+        }
+        assert_eq!(lab.log.all(), ["enter", "write", "check"], "its replay is being claimed");
+        if is_overtaken {
+            lab.write(answer(2));
+            assert_eq!(service.clone().oneshot(write()).await.unwrap(), 2);
+        } else {
+            answers.send(()).unwrap();
+        }
+        assert!(poll_once(&mut first), "it is told when it is recorded");
+        store.gates["claim"].add_permits(1);
+        let said = first.await;
+        assert_eq!(said.as_ref().ok(), if is_overtaken { None } else { Some(&1) });
+        let first = store.order.lock().unwrap()[0];
+        let state = store.table.lock().unwrap()[&first].state.clone();
+        match said {
+            Ok(_) => assert_eq!(state, State::Answered),
+            Err(error) => {
+                assert_eq!(error.outcome(), Outcome::NotDone, "{error}");
+                assert!(matches!(state, State::NotLanded { .. }), "{state:?}");
+            }
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn h06_of_two_processes_that_find_a_write_absent_one_may_send_it_again() {
     let lab = Lab::new();

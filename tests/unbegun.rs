@@ -1006,53 +1006,6 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_over_a_write_
     assert!(!seen.contains("put/1"), "W1 is replayed over W3, which is done");
 }
 
-/// W1 has waited for a connection, and W2, which is called when that is there, lies behind it in the queue. Both are sent, and
-/// W2 alone is done. W1, which went before it, must not be replayed over it: it has kept its place when its turn came.
-#[tokio::test(start_paused = true)]
-async fn a_write_that_waited_for_its_connection_is_not_replayed_over_one_that_went_behind_it() {
-    use tokio::io::AsyncWriteExt;
-    for (with_key, turns) in [false, true].into_iter().flat_map(|key| (0..5).map(move |turns| (key, turns))) {
-        let net = Exact::default();
-        let safety =
-            WriteSafetyLayer::<Request, Response>::new(|doubt: InDoubt<Request, Response>| async move {
-                Ok::<_, BoxError>(doubt.not_landed_because("the server says so"))
-            });
-        let safety = if with_key { safety.conflict_key(|_: &Request| Some("k")) } else { safety };
-        let stack = Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety).build().unwrap();
-        let mut first = task::spawn(stack.clone().oneshot(request("put/1").as_effect(Effect::Write)));
-        // It waits for the connect, and is given to the connection, whose task has its turn only then, or before that.
-        assert!(first.poll().is_pending());
-        for _ in 0..turns {
-            tokio::task::yield_now().await;
-        }
-        assert!(first.poll().is_pending());
-        let mut second = task::spawn(stack.clone().oneshot(request("put/2").as_effect(Effect::Write)));
-        assert!(second.poll().is_pending());
-        settle().await;
-        let mut peer = net.0.lock().unwrap()[0].take().unwrap();
-        let seen = drain(&mut peer).await;
-        assert!(seen.find("put/1").unwrap() < seen.find("put/2").unwrap(), "{seen}");
-        peer.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":2,\"result\":2}\n").await.unwrap();
-        settle().await;
-        assert!(matches!(second.poll(), Poll::Ready(Ok(_))));
-        drop(peer);
-        settle().await;
-        for _ in 0..20 {
-            if let Poll::Ready(said) = first.poll() {
-                let error = said.unwrap_err();
-                assert!(error.notes().any(|note| note.contains("handed over since")), "{error}");
-                break;
-            }
-            settle().await;
-        }
-        let others: Vec<_> = net.0.lock().unwrap().drain(..).skip(1).flatten().collect();
-        for mut peer in others {
-            assert!(!drain(&mut peer).await.contains("put/1"), "W1 over W2, which was acknowledged");
-        }
-        assert!(first.poll().is_pending(), "it has ended");
-    }
-}
-
 /// A connection to a process whose end is known later.
 #[derive(Clone)]
 struct Supervised {

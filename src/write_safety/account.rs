@@ -157,7 +157,7 @@ impl Account {
         if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
             hold.end_in_doubt(method);
         }
-        let Some(recorded) = &self.recorded else {
+        let Some(recorded) = &mut self.recorded else {
             if let (State::InDoubt { .. }, Some(memory)) = (state, memory) {
                 let mut entry = self.entry(method, effect, hold);
                 entry.state = state.clone();
@@ -166,10 +166,25 @@ impl Account {
             }
             return None;
         };
-        if let (Some(revision), None) = (recorded.revision, &recorded.step) {
-            return Some(Arc::clone(&recorded.ledger).settle(self.id, revision, state.clone()));
+        let (ledger, id, last) = (&recorded.ledger, self.id, recorded.last);
+        match (recorded.step.take(), recorded.revision) {
+            (None, Some(revision)) => return Some(Arc::clone(ledger).settle(id, revision, state.clone())),
+            (Some(step), _) => {
+                // It may have been taken: what it comes to is waited for. Not every ledger takes hints.
+                let (ledger, state) = (Arc::clone(ledger), state.clone());
+                return Some(Box::pin(async move {
+                    let revision = match step.await {
+                        Ok(revision) => revision,
+                        // Nothing has changed.
+                        Err(LedgerError::Overtaken(_)) => last,
+                        Err(error) => return Err(error),
+                    };
+                    ledger.settle(id, revision, state).await
+                }));
+            }
+            (None, None) => {}
         }
-        // A step is under way, and may have been taken; or nothing can be waited for. Not every ledger takes hints.
+        // Nothing can be waited for, or nobody knows what came of the last step.
         if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
             let claiming = recorded.claim == Claim::UnderWay;
             hold.leave(method.to_owned(), recorded.last, claiming, state.clone());
@@ -181,7 +196,7 @@ impl Account {
     /// From here on nothing can be waited for: the ledger gets a hint.
     pub(super) fn interrupt(&mut self) {
         if let Some(recorded) = &mut self.recorded {
-            recorded.revision = None;
+            (recorded.revision, recorded.step) = (None, None);
         }
     }
 
@@ -214,7 +229,8 @@ impl Account {
             step,
             ledger: self.recorded.as_ref().map(|recorded| Arc::clone(&recorded.ledger)),
             id: self.id,
-            revision: self.recorded.as_ref().and_then(|recorded| recorded.revision).unwrap_or_default(),
+            revision: self.recorded.as_ref().map_or(0, |recorded| recorded.last),
+            claiming: self.recorded.as_ref().is_some_and(|recorded| recorded.claim == Claim::UnderWay),
             method,
             state: Some(state),
             until,
@@ -235,6 +251,8 @@ pub(super) struct Closing<Res> {
     ledger: Option<Arc<dyn DynLedger>>,
     id: EntryId,
     revision: u64,
+    /// Whether a claim was under way when the call ended.
+    claiming: bool,
     method: String,
     /// Until it is recorded.
     state: Option<State>,
@@ -258,7 +276,7 @@ impl<Res> Closing<Res> {
     fn leave(&mut self) {
         let Some(state) = self.state.take() else { return };
         if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-            hold.leave(std::mem::take(&mut self.method), self.revision, false, state.clone());
+            hold.leave(std::mem::take(&mut self.method), self.revision, self.claiming, state.clone());
         }
         if let Some(ledger) = &self.ledger {
             hint(&**ledger, self.id, state);

@@ -172,8 +172,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// with [`Refusal::KeyInDoubt`](crate::Refusal::KeyInDoubt), and nothing of them is sent, until it is settled
     /// or forgotten in the [ledger](Self::ledger): the lost write might still land on top of them. A write that was called
     /// before that goes on, unless it has yet to get a connection. Its replay does not go over one that is in doubt: it
-    /// waits until that one is settled, and is not made if it ends in doubt; nor if the doubt arises only when it has been
-    /// handed over and waits for a connection, or in that one's queue.
+    /// waits until that one is settled, and is not made if it ends in doubt; nor if the doubt arises only when it is being
+    /// claimed in its ledger, or has been handed over and waits for a connection, or in that one's queue.
     ///
     /// All stacks of a process that were given one [`MemoryLedger`](super::ledger::MemoryLedger), one `DurableLedger` or
     /// one [`AnyLedger`](super::ledger::AnyLedger) see each other's writes with a key, so that the same holds over all of

@@ -231,7 +231,8 @@ pub trait Ledger: Send + Sync + 'static {
     fn forget(&self, id: EntryId, by: &str) -> impl Future<Output = Result<(), LedgerError>> + Send;
 
     /// A hint from a destructor, which cannot wait: this write's call is over, and that is what is known of it.
-    /// It must not block, must not need a runtime and does not fail: an entry that stays open says the same.
+    /// It must not block, must not need a runtime and does not fail. Without it the entry stays open: in doubt for whoever
+    /// comes when this process is gone, and under way until then.
     /// Ignored for an entry that is closed or not there.
     fn abandon(&self, id: EntryId, state: State) {
         let _ = (id, state);
