@@ -640,6 +640,7 @@ fn frames(methods: &[&str]) -> String {
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many calls")]
 async fn what_lies_in_the_buffer_is_withdrawn_at_its_time_as_long_as_the_transport_has_nothing_of_it() {
     let (length, names) = (frame(1, "one").len(), ["one", "two", "six", "ten"]);
     for exact in [false, true] {
@@ -789,6 +790,7 @@ async fn a_write_that_panics_has_not_said_what_it_accepted() {
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many calls")]
 async fn what_the_transport_had_nothing_of_is_sent_in_order_and_once_when_it_takes_more() {
     let names = ["one", "two", "six", "ten", "end", "new"];
     let all = frames(&names);
