@@ -29,11 +29,13 @@ use crate::{
 /// The order of a service's writes, over all of its clones.
 ///
 /// A write with a conflict key touches those with the same key and those without one; one without touches all.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Conflicts {
     /// How many hand-overs of writes there were.
     all: AtomicU64,
-    /// How many of them without a key.
+    /// Whether there are writes with a key here. If not, nobody asks for those without one alone.
+    has_keys: bool,
+    /// How many hand-overs were of writes without a key.
     keyless: AtomicU64,
     keys: Keys,
 }
@@ -126,9 +128,9 @@ impl Keys {
 }
 
 impl Conflicts {
-    /// Of a service whose ledger has these keys.
-    pub(super) fn new(keys: Keys) -> Arc<Self> {
-        Arc::new(Self { keys, ..Self::default() })
+    /// Of a service whose ledger has these keys, and that may have writes with one.
+    pub(super) fn new(keys: Keys, has_keys: bool) -> Arc<Self> {
+        Arc::new(Self { all: AtomicU64::new(0), has_keys, keyless: AtomicU64::new(0), keys })
     }
 
     /// A write with that key begins; an error names the one in doubt that stands in its way.
@@ -160,10 +162,16 @@ impl Conflicts {
 
     /// Counts a write without a key that is handed over; its number among all.
     pub(super) fn hand_over(&self) -> u64 {
+        if self.has_keys {
+            self.hand_over_keyless();
+        }
+        self.all.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// Counts it for those with a key.
+    fn hand_over_keyless(&self) {
         self.keyless.fetch_add(1, Ordering::SeqCst);
-        let number = self.all.fetch_add(1, Ordering::AcqRel) + 1;
         self.keys.wake();
-        number
     }
 
     /// Whether no other write was handed over after the one without a key that has that number.
@@ -176,8 +184,8 @@ impl Conflicts {
     pub(super) fn claim(&self, number: u64) -> bool {
         let next = number + 1;
         let claimed = self.all.compare_exchange(number, next, Ordering::AcqRel, Ordering::Acquire).is_ok();
-        if claimed {
-            self.keyless.fetch_add(1, Ordering::AcqRel);
+        if claimed && self.has_keys {
+            self.hand_over_keyless();
         }
         claimed
     }
@@ -517,7 +525,7 @@ mod tests {
 
     #[test]
     fn a_write_without_a_key_touches_all_and_one_with_a_key_its_own_and_those_without() {
-        let conflicts = Arc::new(Conflicts::default());
+        let conflicts = Conflicts::new(Keys::default(), true);
         let keyless = conflicts.hand_over();
         assert!(conflicts.is_last(keyless));
         let mut first = handed_over(&conflicts, "a", 1);
@@ -539,7 +547,7 @@ mod tests {
     #[test]
     fn a_replay_waits_for_the_doubt_of_another_write_on_its_key_and_does_not_go_over_one_that_stays() {
         for stays in [false, true] {
-            let conflicts = Arc::new(Conflicts::default());
+            let conflicts = Conflicts::new(Keys::default(), true);
             let other = handed_over(&conflicts, "a", 1);
             let mut last = handed_over(&conflicts, "a", 2);
             last.doubt("pay");
@@ -563,7 +571,7 @@ mod tests {
 
     #[test]
     fn a_key_in_doubt_lets_no_other_write_in_until_the_doubt_ends() {
-        let conflicts = Arc::new(Conflicts::default());
+        let conflicts = Conflicts::new(Keys::default(), true);
         let first = handed_over(&conflicts, "a", 1);
         let second = handed_over(&conflicts, "a", 2);
         first.doubt("pay");

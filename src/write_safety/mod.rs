@@ -244,7 +244,7 @@ impl<S, Req, Res> WriteSafety<S, Req, Res> {
         let ledger = config.ledger.clone().unwrap_or_default();
         let shared = Arc::new(Shared {
             checks: settle::Checks::new(config.max_checks),
-            conflicts: Conflicts::new(ledger.keys().clone()),
+            conflicts: Conflicts::new(ledger.keys().clone(), config.conflict_key.is_some()),
             ledger,
             stack,
             servers_entered,
