@@ -87,6 +87,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many panics")]
     fn who_stands_behind_a_waker_that_panics_in_a_list_of_another_crate_is_woken() {
         let (tell, told) = watch::channel(0);
         let waiting = || {
