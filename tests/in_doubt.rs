@@ -6,6 +6,7 @@ mod lab;
 use std::{
     collections::{HashMap, HashSet},
     future::{Future, pending, ready},
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc, Mutex,
@@ -380,6 +381,97 @@ async fn a_write_whose_call_ends_while_its_replay_is_claimed_is_settled_in_the_l
                 assert!(matches!(state, State::NotLanded { .. }), "{state:?}");
             }
         }
+    }
+}
+
+/// What becomes of a claim that the call does not wait for any more.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Claimed {
+    /// It is refused by a word that may also mean that somebody else has the write.
+    Refused,
+    Panics,
+    /// Its future panics when it goes.
+    PanicsInItsDestructor,
+}
+
+/// A store that takes no hints, and whose claims wait for their gate and end so.
+#[derive(Clone)]
+struct Claims(Store, Claimed);
+
+struct Bomb(Claimed);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if self.0 == Claimed::PanicsInItsDestructor && !std::thread::panicking() {
+            panic!("a foreign destructor");
+        }
+    }
+}
+
+impl Ledger for Claims {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.0.enter(entry).await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.0.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, _: u64) -> Result<u64, LedgerError> {
+        let _bomb = Bomb(self.1);
+        drop(self.0.gates["claim"].acquire().await);
+        assert_ne!(self.1, Claimed::Panics);
+        Err(LedgerError::Conflict(id))
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.0.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.0.forget(id, by).await
+    }
+}
+
+/// The answer that the caller has in hand stands, whatever the claim does.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_comes_while_a_replay_is_claimed_is_told_whatever_becomes_of_the_claim() {
+    for claimed in [Claimed::Refused, Claimed::Panics] {
+        let lab = Lab::new();
+        lab.write(later(10 * SECOND, Ok(1)));
+        let store = Store::new(&lab.log).shut("claim");
+        let layer = absent(&lab).attempt_timeout(SECOND).ledger(Claims(store.clone(), claimed));
+        let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+        for _ in 0..21 {
+            assert!(poll_once(&mut call));
+            advance(SECOND / 2).await;
+        }
+        assert!(poll_once(&mut call), "it is told when it is recorded");
+        store.gates["claim"].add_permits(1);
+        assert_eq!(call.await.unwrap(), 1, "{claimed:?}");
+        let state = store.state();
+        match claimed {
+            // Nothing has changed, and its end is recorded as of the last revision.
+            Claimed::Refused => assert_eq!(state, State::Answered),
+            _ => assert_eq!(state, State::Open),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_whose_future_panics_when_it_goes_takes_no_report_and_frees_no_key() {
+    for claimed in [Claimed::Refused, Claimed::PanicsInItsDestructor] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(answer(2));
+        let store = Store::new(&lab.log).shut("claim");
+        let unsure = by_account(Safety::refuse().replay_idempotent());
+        let service = service(&lab, unsure.ledger(Claims(store.clone(), claimed)));
+        let request = || write().as_effect(Effect::Idempotent);
+        let mut call = Box::pin(service.clone().oneshot(request()));
+        for _ in 0..10 {
+            assert!(poll_once(&mut call));
+        }
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(call)));
+        assert_eq!(lab.events.abandoned(), 1, "{claimed:?}");
+        let error = service.oneshot(request()).await.unwrap_err();
+        assert!(matches!(error.cause(), Cause::Refused(Refusal::KeyInDoubt(_))), "{claimed:?}: {error}");
+        assert_eq!(lab.writes(), 1);
     }
 }
 

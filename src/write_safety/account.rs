@@ -13,6 +13,7 @@ use super::{
     FirstSent, Shared,
     conflicts::Hold,
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
+    unrecorded::caught,
 };
 use crate::{
     Activity, Basis, CallError, Effect,
@@ -172,12 +173,15 @@ impl Account {
             (Some(step), _) => {
                 // It may have been taken: what it comes to is waited for. Not every ledger takes hints.
                 let (ledger, state) = (Arc::clone(ledger), state.clone());
+                let claiming = recorded.claim == Claim::UnderWay;
                 return Some(Box::pin(async move {
-                    let revision = match step.await {
-                        Ok(revision) => revision,
-                        // Nothing has changed.
-                        Err(LedgerError::Overtaken(_)) => last,
-                        Err(error) => return Err(error),
+                    let revision = match caught(step).await {
+                        Some(Ok(revision)) => revision,
+                        // Nothing has changed, or somebody else has it, which shows at its end.
+                        Some(Err(LedgerError::Overtaken(_))) => last,
+                        Some(Err(LedgerError::Conflict(_))) if claiming => last,
+                        Some(Err(error)) => return Err(error),
+                        None => return Err(LedgerError::Unavailable("the ledger panicked".into())),
                     };
                     ledger.settle(id, revision, state).await
                 }));
@@ -196,7 +200,10 @@ impl Account {
     /// From here on nothing can be waited for: the ledger gets a hint.
     pub(super) fn interrupt(&mut self) {
         if let Some(recorded) = &mut self.recorded {
-            (recorded.revision, recorded.step) = (None, None);
+            recorded.revision = None;
+            // Foreign code, and there is more to be said after it.
+            let step = recorded.step.take();
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(step)));
         }
     }
 

@@ -156,7 +156,7 @@ impl Backlog {
 }
 
 /// `None` if it panics: a ledger is foreign code, and what it does with another write's entry is not this one's affair.
-async fn caught<T>(future: impl Future<Output = T>) -> Option<T> {
+pub(super) async fn caught<T>(future: impl Future<Output = T>) -> Option<T> {
     let mut future = pin!(future);
     poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
         Ok(polled) => polled.map(Some),
