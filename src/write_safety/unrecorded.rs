@@ -234,6 +234,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    #[cfg_attr(miri, ignore = "ten thousand doubts")]
     async fn without_room_it_is_made_within_a_time_or_the_write_turned_away() {
         let backlog = Backlog::default();
         backlog.keep(&"hangs".into(), doubt(4));
