@@ -384,46 +384,6 @@ async fn a_write_whose_call_ends_while_its_replay_is_claimed_is_settled_in_the_l
     }
 }
 
-/// Another process takes the write over, as the ledger allows if this one's lease has run out. Nothing of it was done here,
-/// but it may be there.
-#[tokio::test(start_paused = true)]
-async fn h06_a_write_that_somebody_else_claims_while_its_end_is_recorded_is_unknown() {
-    for is_claimed in [false, true] {
-        let lab = Lab::new();
-        lab.write(fail(CallError::not_processed("busy")));
-        let store = Store::new(&lab.log).shut("settle");
-        let layer = Safety::refuse().ledger(store.clone());
-        let mut call = Box::pin(service(&lab, layer).oneshot(write()));
-        for _ in 0..5 {
-            assert!(poll_once(&mut call));
-        }
-        let entry = store.entries().remove(0);
-        if is_claimed {
-            store.claim(entry.id, entry.revision).await.unwrap();
-        }
-        store.gates["settle"].add_permits(1);
-        let error = call.await.unwrap_err();
-        let expected = if is_claimed { Outcome::Unknown } else { Outcome::NotDone };
-        assert_eq!(error.outcome(), expected, "{error}");
-        assert_eq!(
-            error.to_string().contains("somebody else has settled or claimed it"),
-            is_claimed,
-            "{error}"
-        );
-        assert_eq!(lab.events.doubts(), usize::from(is_claimed));
-        if is_claimed {
-            let report = &lab.events.raw()[0];
-            assert_eq!(
-                (&report["outcome"], report["attempts"].as_array().unwrap().len()),
-                (&json!("unknown"), 2)
-            );
-            assert_eq!(store.state(), State::Open, "it is theirs");
-        } else {
-            assert!(matches!(store.state(), State::NotLanded { .. }));
-        }
-    }
-}
-
 /// What becomes of a claim that the call does not wait for any more.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Claimed {

@@ -12,12 +12,11 @@ use tokio::time::Instant;
 use super::{
     FirstSent, Shared,
     conflicts::Hold,
-    future::{TAKEN_OVER, claimed_by_another},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
     unrecorded::caught,
 };
 use crate::{
-    Activity, Basis, CallError, Effect, Outcome,
+    Activity, Basis, CallError, Effect,
     connection::BoxFuture,
     deadline::Until,
     event::{CallReport, DoubtReport, Event, Events},
@@ -223,14 +222,12 @@ impl Account {
         // Nor is the report kept back for longer.
         let patience = until.left(Instant::now()).map_or(PATIENCE, |left| left.min(PATIENCE));
         let step = Box::pin(async move {
-            match tokio::time::timeout(patience, step).await {
-                Ok(Ok(_)) => End::Recorded,
-                Ok(Err(LedgerError::Conflict(_))) => End::Lost,
-                _ => {
-                    tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
-                    End::Open
-                }
+            let recorded = tokio::time::timeout(patience, step).await;
+            let recorded = matches!(recorded, Ok(Ok(_) | Err(LedgerError::Conflict(_))));
+            if !recorded {
+                tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
             }
+            recorded
         });
         Closing {
             result: Some(result),
@@ -249,14 +246,6 @@ impl Account {
     }
 }
 
-/// What the ledger makes of a write's end.
-enum End {
-    Recorded,
-    /// Somebody else has settled the write, or claimed it.
-    Lost,
-    Open,
-}
-
 /// A call whose outcome is known, and whose ledger has yet to record it. The outcome reaches the caller in any
 /// case.
 pub(super) struct Closing<Res> {
@@ -264,7 +253,8 @@ pub(super) struct Closing<Res> {
     /// Until it is told, which is when the ledger has it: whoever is told of a doubt finds it there.
     news: Option<News>,
     back: GivenBack,
-    step: BoxFuture<End>,
+    /// Says whether it is recorded.
+    step: BoxFuture<bool>,
     ledger: Option<Arc<dyn DynLedger>>,
     id: EntryId,
     revision: u64,
@@ -281,34 +271,12 @@ pub(super) struct Closing<Res> {
 impl<Res> Closing<Res> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
         match self.step.as_mut().poll(cx) {
-            Poll::Ready(End::Recorded) => self.state = None,
-            Poll::Ready(End::Lost) => self.lose(),
+            Poll::Ready(true) => self.state = None,
             Poll::Pending if !self.until.is_over() => return Poll::Pending,
             _ => self.leave(),
         }
         self.tell();
         self.result.take().map_or(Poll::Pending, Poll::Ready)
-    }
-
-    /// Whoever has it may have handed it over: that nothing was done is no longer known here.
-    #[cold]
-    fn lose(&mut self) {
-        self.state = None;
-        let is_lost = |result: &mut Result<Res, CallError>| {
-            result.as_ref().is_err_and(|error| error.outcome() == Outcome::NotDone)
-        };
-        let Some(Err(mut error)) = self.result.take_if(is_lost) else { return };
-        claimed_by_another(error.attempts_mut());
-        let error = error.note(TAKEN_OVER);
-        if let Some(news) = &mut self.news {
-            news.doubt = news.lost.take().map(|mut doubt| {
-                doubt.attempts = error.attempts().to_vec();
-                doubt
-            });
-            self.back.told |= news.doubt.is_some();
-        }
-        self.back.not_done = false;
-        self.result = Some(Err(error));
     }
 
     /// The ledger has not recorded it, and is not waited for any more.
@@ -361,8 +329,6 @@ impl GivenBack {
 pub(super) struct News {
     pub(super) events: Events,
     pub(super) doubt: Option<DoubtReport>,
-    /// That of a call of which nothing was done, should it turn out that somebody else has the write.
-    pub(super) lost: Option<DoubtReport>,
     /// Of a call that succeeded.
     pub(super) success: Option<CallReport>,
     /// Who judged the call, where this layer reports its failure.
