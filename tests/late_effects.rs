@@ -1604,22 +1604,9 @@ async fn a_replay_that_is_queued_is_not_sent_after_its_keys_time_though_its_task
     }
     assert_eq!(net.connects(), 2);
     advance(WINDOW + 10 * MS).await;
-    let seen = read_all(net.take(1)).await;
+    let seen = read_all(&mut net.take(1)).await;
     assert!(seen.contains("large"));
     assert!(!seen.contains("put/1"), "sent 10 ms after its key's time");
-}
-
-/// What the server reads in the end.
-async fn read_all(mut peer: DuplexStream) -> String {
-    let mut seen = Vec::new();
-    for _ in 0..100 {
-        let mut buffer = [0; 1024];
-        if let Some(Ok(read)) = poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
-            seen.extend(&buffer[..read]);
-        }
-        settle().await;
-    }
-    String::from_utf8(seen).unwrap()
 }
 
 /// The same of a replay that comes into the connection's buffer together with a large read, or with several small ones, where
@@ -1650,7 +1637,7 @@ async fn a_replay_that_lies_behind_other_frames_is_not_sent_after_its_keys_time(
         let Poll::Ready(Err(error)) = first.poll() else { panic!() };
         assert_eq!(error.outcome(), Outcome::Unknown);
         settle().await;
-        let seen = read_all(net.take(1)).await;
+        let seen = read_all(&mut net.take(1)).await;
         assert_eq!(seen.matches("large").count(), others.len());
         assert!(!seen.contains("put/1"), "sent 50 ms after its key's time");
     }
@@ -1662,7 +1649,7 @@ async fn a_replay_that_lies_behind_other_frames_is_not_sent_after_its_keys_time(
 async fn a_write_of_which_not_a_byte_left_the_buffer_by_its_deadline_is_not_done() {
     for exact in [false, true] {
         for is_late in [false, true] {
-            let (ours, theirs) = duplex(1 << 10);
+            let (ours, mut theirs) = duplex(1 << 10);
             let builder = if exact { Client::builder().exact_writes() } else { Client::builder() };
             let client = builder.connect(ours);
             let connector =
@@ -1679,7 +1666,7 @@ async fn a_write_of_which_not_a_byte_left_the_buffer_by_its_deadline_is_not_done
             advance(SECOND + MS).await;
             let told = if is_late { Poll::Pending } else { first.poll() };
             settle().await;
-            let reading = tokio::spawn(read_all(theirs));
+            let reading = tokio::spawn(async move { read_all(&mut theirs).await });
             settle().await;
             let told = if is_late { first.poll() } else { told };
             let Poll::Ready(Err(error)) = told else { panic!("{told:?}") };

@@ -8,25 +8,25 @@ mod pipes;
 
 use std::{
     collections::BTreeMap,
-    future::{Future, Ready, ready},
+    future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{Arc, Mutex},
-    task::{Context, Poll},
+    task::Poll,
     time::Duration,
 };
 
 use goaround::{
     BoxError, Call, CallError, Effect, Evidence, InDoubt, Outcome, ReconnectLayer, Stack, WriteSafetyLayer,
-    jsonrpc::{Client, Request, Response},
+    jsonrpc::{Request, Response},
     write_safety::{KeyedWrites, ledger::MemoryLedger},
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+    io::{AsyncReadExt, AsyncWriteExt},
     time::{Instant, advance},
 };
 use tokio_test::task;
-use tower::{Service, ServiceExt};
+use tower::ServiceExt;
 
 use pipes::{Dice, Pipes, settle};
 
@@ -34,18 +34,6 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn put(method: &'static str) -> Request {
     Request::new(method, serde_json::json!({})).unwrap().as_effect(Effect::Write)
-}
-
-async fn read(peer: &mut DuplexStream) -> String {
-    let mut seen = Vec::new();
-    for _ in 0..20 {
-        let mut buffer = [0; 4096];
-        if let Some(Ok(read)) = pipes::poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
-            seen.extend(&buffer[..read]);
-        }
-        settle().await;
-    }
-    String::from_utf8(seen).unwrap()
 }
 
 /// W1 has waited for its connection and is in that one's queue. W2 is called then, and comes behind it. W1's frame has its
@@ -66,7 +54,7 @@ async fn waited_and_overtaken(key: fn(&Request) -> Option<&'static str>) {
     let mut second = task::spawn(stack.clone().oneshot(put("put/2")));
     assert!(second.poll().is_pending());
     let mut peer = net.take(0);
-    let seen = read(&mut peer).await;
+    let seen = pipes::read_all(&mut peer).await;
     assert!(seen.find("put/1").unwrap() < seen.find("put/2").unwrap(), "W1 goes first: {seen}");
     peer.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":2,\"result\":2}\n").await.unwrap();
     settle().await;
@@ -82,7 +70,7 @@ async fn waited_and_overtaken(key: fn(&Request) -> Option<&'static str>) {
         settle().await;
     }
     if net.connects() > 1 {
-        let seen = read(&mut net.take(1)).await;
+        let seen = pipes::read_all(&mut net.take(1)).await;
         assert!(!seen.contains("put/1"), "W1 is replayed over W2, which was handed over later and is done");
     }
     println!("{said:?}");
@@ -106,32 +94,6 @@ async fn nor_with_a_conflict_key_over_one_without() {
 }
 
 // ----- random worlds of narrow pipes
-
-/// Connections over pipes that hold few bytes.
-#[derive(Clone)]
-struct Narrow {
-    ends: Arc<Mutex<Vec<Option<DuplexStream>>>>,
-    room: usize,
-    exact: bool,
-}
-
-impl Service<()> for Narrow {
-    type Response = Client;
-    type Error = BoxError;
-    type Future = Ready<Result<Client, BoxError>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, (): ()) -> Self::Future {
-        let (ours, theirs) = duplex(self.room);
-        self.ends.lock().unwrap().push(Some(theirs));
-        let builder = Client::builder();
-        let builder = if self.exact { builder.exact_writes() } else { builder };
-        ready(Ok(builder.connect(ours)))
-    }
-}
 
 #[derive(Default)]
 struct Server {
@@ -179,7 +141,7 @@ async fn narrow(seed: u64, trace: bool, sum: &mut Sum) -> Result<(), String> {
     let dice = Dice::new(seed);
     let exact = dice.once_in(2);
     let room = [40, 200, 1 << 10][dice.roll(3) as usize];
-    let nets: [Narrow; 2] = std::array::from_fn(|_| Narrow { ends: Arc::default(), room, exact });
+    let nets: [Pipes; 2] = std::array::from_fn(|_| Pipes::new(room, exact));
     let ledger = MemoryLedger::new();
     let two = dice.once_in(2);
     let server: Arc<Mutex<Server>> = Arc::default();
@@ -432,7 +394,7 @@ fn poll(
     at: usize,
     ended: &mut BTreeMap<u64, Result<(), (Outcome, String)>>,
     trace: bool,
-    nets: &[Narrow; 2],
+    nets: &[Pipes; 2],
     server: &Mutex<Server>,
 ) {
     if let Poll::Ready(said) = running[at].3.poll() {
@@ -466,7 +428,7 @@ fn poll(
 }
 
 /// Takes in what is in that connection's pipe; how much has come over it.
-fn take_in(nets: &[Narrow; 2], server: &Mutex<Server>, on: usize, most: usize) -> Option<usize> {
+fn take_in(nets: &[Pipes; 2], server: &Mutex<Server>, on: usize, most: usize) -> Option<usize> {
     let mut ends = nets[on / 1000].ends.lock().unwrap();
     let end = ends[on % 1000].as_mut()?;
     let mut state = server.lock().unwrap();
@@ -479,7 +441,7 @@ fn take_in(nets: &[Narrow; 2], server: &Mutex<Server>, on: usize, most: usize) -
 }
 
 fn serve(
-    nets: &[Narrow; 2],
+    nets: &[Pipes; 2],
     server: &Mutex<Server>,
     on: usize,
     most: usize,
@@ -526,7 +488,7 @@ fn serve(
     Ok(())
 }
 
-fn answer(nets: &[Narrow; 2], server: &Mutex<Server>, dice: &Dice) {
+fn answer(nets: &[Pipes; 2], server: &Mutex<Server>, dice: &Dice) {
     let mut state = server.lock().unwrap();
     for _ in 0..=dice.roll(4) {
         if state.unanswered.is_empty() {

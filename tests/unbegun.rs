@@ -863,13 +863,30 @@ fn nothing_that_was_told_not_to_be_sent_is_read_with_several_threads() {
 
 // ----- a replay in its connection's queue, and its key's doubt
 
+/// A read that is too large for the next connection's pipe, and then the replay of that write, which lies behind it.
+async fn stalls_before(
+    stack: &Stack<pipes::Pipes, Request, Response>,
+    write: &mut Spawn<impl Future<Output = Result<Response, CallError>>>,
+) -> Spawn<Said> {
+    let large: Said = Box::pin(stack.clone().oneshot(big("large", 8 << 10).read_only()));
+    let mut large = task::spawn(large);
+    for _ in 0..3 {
+        assert!(large.poll().is_pending());
+        settle().await;
+    }
+    for _ in 0..3 {
+        assert!(write.poll().is_pending());
+        settle().await;
+    }
+    large
+}
+
 /// docs/proof.md: "A doubt about a key stops what is called later, what waits for a connection and every replay." W1's replay
 /// is the caller's still, in the queue (or the buffer, with exact writes) of a connection that stalls, when W2, which another
 /// stack with the same ledger was called for before it, ends unknown: its caller is told, and writes that are called now are
 /// refused. W1's replay goes all the same, and W2 may land on it when it is acknowledged.
 #[tokio::test(start_paused = true)]
 async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_its_key_is_in_doubt() {
-    use tokio::io::AsyncReadExt;
     let (ours, theirs) = (pipes::Pipes::default(), pipes::Pipes::default());
     let ledger = MemoryLedger::new();
     let safety = WriteSafetyLayer::<Request, Response>::refuse()
@@ -889,15 +906,7 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_its_key_
     assert!(first.poll().is_pending());
     settle().await;
     ours.kill(0).await;
-    let mut large = task::spawn(stack.clone().oneshot(big("large", 8 << 10).read_only()));
-    for _ in 0..3 {
-        assert!(large.poll().is_pending());
-        settle().await;
-    }
-    for _ in 0..3 {
-        assert!(first.poll().is_pending());
-        settle().await;
-    }
+    let mut large = stalls_before(&stack, &mut first).await;
     assert_eq!(ours.connects(), 2);
     // W2 ends unknown.
     theirs.kill(0).await;
@@ -908,50 +917,9 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_its_key_
     // All tasks have their turns.
     let _ = (first.poll(), large.poll());
     settle().await;
-    let (mut peer, mut seen) = (ours.take(1), Vec::new());
-    for _ in 0..100 {
-        let mut buffer = [0; 1024];
-        if let Some(Ok(read)) = pipes::poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
-            seen.extend(&buffer[..read]);
-        }
-        settle().await;
-    }
-    let seen = String::from_utf8(seen).unwrap();
+    let seen = pipes::read_all(&mut ours.take(1)).await;
     assert!(seen.contains("large"));
     assert!(!seen.contains("put/k"), "W1 goes again over W2, which is in doubt");
-}
-
-/// Connections with exact writes, as to a child process.
-#[derive(Clone, Default)]
-struct Exact(Arc<Mutex<Vec<Option<tokio::io::DuplexStream>>>>);
-
-impl Service<()> for Exact {
-    type Response = Client;
-    type Error = BoxError;
-    type Future = std::future::Ready<Result<Client, BoxError>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, (): ()) -> Self::Future {
-        let (ours, theirs) = tokio::io::duplex(1 << 10);
-        self.0.lock().unwrap().push(Some(theirs));
-        std::future::ready(Ok(Client::builder().exact_writes().connect(ours)))
-    }
-}
-
-async fn drain(peer: &mut tokio::io::DuplexStream) -> String {
-    use tokio::io::AsyncReadExt;
-    let mut seen = Vec::new();
-    for _ in 0..60 {
-        let mut buffer = [0; 1024];
-        if let Some(Ok(read)) = pipes::poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
-            seen.extend(&buffer[..read]);
-        }
-        settle().await;
-    }
-    String::from_utf8(seen).unwrap()
 }
 
 /// W1's frame is cut by the end of its process's pipe, which is trusted: it may be sent again, and is not in doubt. Its
@@ -961,7 +929,7 @@ async fn drain(peer: &mut tokio::io::DuplexStream) -> String {
 async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_over_a_write_that_was_acknowledged_since()
 {
     use tokio::io::AsyncWriteExt;
-    let (ours, theirs) = (Exact::default(), Exact::default());
+    let (ours, theirs) = (pipes::Pipes::new(1 << 10, true), pipes::Pipes::new(1 << 10, true));
     let ledger = MemoryLedger::new();
     let safety = || {
         WriteSafetyLayer::<Request, Response>::refuse()
@@ -969,39 +937,31 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_over_a_write_
             .conflict_key(|_: &Request| Some("k"))
             .ledger(ledger.clone())
     };
-    let stack =
-        |net: &Exact| Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety()).build().unwrap();
+    let stack = |net: &pipes::Pipes| {
+        Stack::builder(net.clone()).deadline(30 * SECOND).writes(safety()).build().unwrap()
+    };
     let (stack, other_stack) = (stack(&ours), stack(&theirs));
 
     let mut first = task::spawn(stack.clone().oneshot(big("put/1", 4_000).as_effect(Effect::Write)));
     assert!(first.poll().is_pending());
     settle().await;
-    drop(ours.0.lock().unwrap()[0].take());
-    settle().await;
-    let mut large = task::spawn(stack.clone().oneshot(big("large", 8 << 10).read_only()));
-    for _ in 0..3 {
-        assert!(large.poll().is_pending());
-        settle().await;
-    }
-    for _ in 0..3 {
-        assert!(first.poll().is_pending());
-        settle().await;
-    }
-    assert_eq!(ours.0.lock().unwrap().len(), 2);
+    ours.kill(0).await;
+    let mut large = stalls_before(&stack, &mut first).await;
+    assert_eq!(ours.connects(), 2);
     // W3 is done.
     let mut third = task::spawn(other_stack.clone().oneshot(request("put/3").as_effect(Effect::Write)));
     assert!(third.poll().is_pending());
     settle().await;
-    let mut peer = theirs.0.lock().unwrap()[0].take().unwrap();
-    assert!(drain(&mut peer).await.contains("put/3"));
+    let mut peer = theirs.take(0);
+    assert!(pipes::read_all(&mut peer).await.contains("put/3"));
     peer.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":1,\"result\":3}\n").await.unwrap();
     settle().await;
     assert!(matches!(third.poll(), Poll::Ready(Ok(_))));
     // All tasks have their turns before the pipe takes more.
     let _ = (first.poll(), large.poll());
     settle().await;
-    let mut peer = ours.0.lock().unwrap()[1].take().unwrap();
-    let seen = drain(&mut peer).await;
+    let mut peer = ours.take(1);
+    let seen = pipes::read_all(&mut peer).await;
     assert!(seen.contains("large"));
     assert!(!seen.contains("put/1"), "W1 is replayed over W3, which is done");
 }
@@ -1047,7 +1007,7 @@ impl Service<Request> for Supervised {
 async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_the_old_process_has_outlived_its_signals()
  {
     for exits_before in [true, false] {
-        let net = Exact::default();
+        let net = pipes::Pipes::new(1 << 10, true);
         let (tell, exit) = tokio::sync::watch::channel(false);
         let connector = {
             let net = net.clone();
@@ -1064,8 +1024,8 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_the_old_
         let mut first = task::spawn(stack.clone().oneshot(request("put/1").as_effect(Effect::Write)));
         assert!(first.poll().is_pending());
         settle().await;
-        let mut peer = net.0.lock().unwrap()[0].take().unwrap();
-        assert!(drain(&mut peer).await.contains("put/1"));
+        let mut peer = net.take(0);
+        assert!(pipes::read_all(&mut peer).await.contains("put/1"));
         drop(peer);
         settle().await;
         assert!(first.poll().is_pending());
@@ -1085,7 +1045,7 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_the_old_
             settle().await;
             advance(SECOND / 2).await;
         }
-        assert_eq!(net.0.lock().unwrap().len(), 2);
+        assert_eq!(net.connects(), 2);
         if exits_before {
             // The control: where it shows before, there is no replay.
             let Poll::Ready(Err(error)) = said else { panic!("{said:?}") };
@@ -1101,8 +1061,8 @@ async fn a_replay_that_its_connection_has_yet_to_begin_does_not_go_once_the_old_
                 }
             }
         }
-        let mut peer = net.0.lock().unwrap()[1].take().unwrap();
-        let seen = drain(&mut peer).await;
+        let mut peer = net.take(1);
+        let seen = pipes::read_all(&mut peer).await;
         assert!(seen.contains("large"));
         assert!(
             !seen.contains("put/1"),

@@ -14,7 +14,7 @@ use std::{
 };
 
 use goaround::{BoxError, CallError, Tagged, WriteSafetyLayer, jsonrpc::Client};
-use tokio::io::{DuplexStream, duplex};
+use tokio::io::{AsyncReadExt, DuplexStream, duplex};
 use tower::Service;
 
 pub type Tag = Tagged<u64>;
@@ -22,13 +22,29 @@ pub type Tags = WriteSafetyLayer<Tag, u64>;
 pub type Said = Pin<Box<dyn Future<Output = Result<u64, CallError>> + Send>>;
 
 /// The other ends of the connections, in the order in which they were made.
-#[derive(Clone, Default)]
-pub struct Pipes(Arc<Mutex<Vec<Option<DuplexStream>>>>);
+#[derive(Clone)]
+pub struct Pipes {
+    pub ends: Arc<Mutex<Vec<Option<DuplexStream>>>>,
+    /// How many bytes a pipe holds.
+    room: usize,
+    /// Whether the clients have exact writes, as those of child processes.
+    exact: bool,
+}
+
+impl Default for Pipes {
+    fn default() -> Self {
+        Self::new(1 << 10, false)
+    }
+}
 
 impl Pipes {
+    pub fn new(room: usize, exact: bool) -> Self {
+        Self { ends: Arc::default(), room, exact }
+    }
+
     /// The server's end of one of them. Whoever drops it closes the connection.
     pub fn take(&self, at: usize) -> DuplexStream {
-        self.0.lock().unwrap()[at].take().expect("a connection")
+        self.ends.lock().unwrap()[at].take().expect("a connection")
     }
 
     pub async fn kill(&self, at: usize) {
@@ -37,12 +53,12 @@ impl Pipes {
     }
 
     pub fn connects(&self) -> usize {
-        self.0.lock().unwrap().len()
+        self.ends.lock().unwrap().len()
     }
 
     /// Forgets all, which closes those that nobody has taken: the next one is the first again.
     pub fn clear(&self) {
-        self.0.lock().unwrap().clear();
+        self.ends.lock().unwrap().clear();
     }
 }
 
@@ -56,9 +72,11 @@ impl Service<()> for Pipes {
     }
 
     fn call(&mut self, (): ()) -> Self::Future {
-        let (ours, theirs) = duplex(1 << 10);
-        self.0.lock().unwrap().push(Some(theirs));
-        ready(Ok(Client::builder().connect(ours)))
+        let (ours, theirs) = duplex(self.room);
+        self.ends.lock().unwrap().push(Some(theirs));
+        let builder = Client::builder();
+        let builder = if self.exact { builder.exact_writes() } else { builder };
+        ready(Ok(builder.connect(ours)))
     }
 }
 
@@ -67,6 +85,19 @@ pub async fn settle() {
     for _ in 0..50 {
         tokio::task::yield_now().await;
     }
+}
+
+/// What the server reads now, as much as the connection's task has to send.
+pub async fn read_all(peer: &mut DuplexStream) -> String {
+    let mut seen = Vec::new();
+    for _ in 0..100 {
+        let mut buffer = [0; 1024];
+        if let Some(Ok(read)) = poll_once(Box::pin(peer.read(&mut buffer)).as_mut()) {
+            seen.extend(&buffer[..read]);
+        }
+        settle().await;
+    }
+    String::from_utf8(seen).unwrap()
 }
 
 pub fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Option<F::Output> {
