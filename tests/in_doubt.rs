@@ -28,7 +28,7 @@ use goaround::{
 use lab::*;
 use serde_json::{Value, json};
 use tokio::{sync::Semaphore, time::advance};
-use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
 
 type Safety = WriteSafetyLayer<Req, Res>;
 
@@ -103,6 +103,9 @@ impl Ledger for Store {
     async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
         self.step("enter").await?;
         let mut table = self.table.lock().unwrap();
+        if table.contains_key(&entry.id) {
+            return Err(LedgerError::Conflict(entry.id));
+        }
         let held = table.values().find(|held| {
             held.key.is_some() && held.key == entry.key && matches!(held.state, State::InDoubt { .. })
         });
@@ -111,10 +114,8 @@ impl Ledger for Store {
         }
         let revision = entry.revision;
         self.order.lock().unwrap().push(entry.id);
-        match table.insert(entry.id, entry) {
-            Some(earlier) => Err(LedgerError::Conflict(earlier.id)),
-            None => Ok(revision),
-        }
+        table.insert(entry.id, entry);
+        Ok(revision)
     }
 
     async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
@@ -381,6 +382,126 @@ async fn a_write_whose_call_ends_while_its_replay_is_claimed_is_settled_in_the_l
                 assert!(matches!(state, State::NotLanded { .. }), "{state:?}");
             }
         }
+    }
+}
+
+/// Another process takes the write over, as the ledger allows if this one's lease has run out. Nothing of it was done here,
+/// but it may be there.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_somebody_else_claims_while_its_end_is_recorded_is_unknown() {
+    for is_claimed in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(CallError::not_processed("busy")));
+        let store = Store::new(&lab.log).shut("settle");
+        let layer = Safety::refuse().ledger(store.clone());
+        let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+        for _ in 0..5 {
+            assert!(poll_once(&mut call));
+        }
+        let entry = store.entries().remove(0);
+        if is_claimed {
+            store.claim(entry.id, entry.revision).await.unwrap();
+        }
+        store.gates["settle"].add_permits(1);
+        let error = call.await.unwrap_err();
+        let expected = if is_claimed { Outcome::Unknown } else { Outcome::NotDone };
+        assert_eq!(error.outcome(), expected, "{error}");
+        assert_eq!(
+            error.to_string().contains("somebody else has settled or claimed it"),
+            is_claimed,
+            "{error}"
+        );
+        assert_eq!(lab.events.doubts(), usize::from(is_claimed));
+        if is_claimed {
+            let report = &lab.events.raw()[0];
+            assert_eq!(
+                (&report["outcome"], report["attempts"].as_array().unwrap().len()),
+                (&json!("unknown"), 2)
+            );
+            assert_eq!(store.state(), State::Open, "it is theirs");
+        } else {
+            assert!(matches!(store.state(), State::NotLanded { .. }));
+        }
+    }
+}
+
+/// Of layers around each other one tells it.
+#[tokio::test(start_paused = true)]
+async fn a_write_whose_caller_goes_away_while_it_is_recorded_that_it_was_found_is_told_once() {
+    for nested in [false, true] {
+        let lab = Lab::new();
+        lab.write(fail(closed()));
+        let store = Store::new(&lab.log).shut("settle");
+        let found = WriteSafetyLayer::new(|doubt: Doubt| async move { Ok(doubt.landed(7)) });
+        let inner = found.ledger(store.clone()).layer(lab.connection());
+        let deadline = DeadlineLayer::new(SECOND).on_event(lab.events.sink());
+        let service = match nested {
+            true => BoxCloneService::new(deadline.layer(Safety::refuse().layer(inner))),
+            false => BoxCloneService::new(deadline.layer(inner)),
+        };
+        let mut call = Box::pin(service.oneshot(write()));
+        for _ in 0..5 {
+            assert!(poll_once(&mut call));
+        }
+        drop(call);
+        assert_eq!((lab.events.doubts(), lab.events.abandoned()), (1, 0), "{:?}", lab.events.raw());
+        assert!(matches!(store.state(), State::Landed { .. }), "by a hint");
+    }
+}
+
+/// A store that a layer further out has too. What is entered in it waits for its gate, and fails or is refused then.
+#[derive(Clone)]
+struct Second {
+    of: Store,
+    fails: bool,
+}
+impl Ledger for Second {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        drop(self.of.gates["claim"].acquire().await);
+        match self.fails {
+            true => Err(LedgerError::Unavailable("lost".into())),
+            false => self.of.enter(entry).await,
+        }
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
+        self.of.settle(id, revision, state).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.of.claim(id, revision).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        self.of.in_doubt().await
+    }
+    async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
+        self.of.forget(id, by).await
+    }
+    fn abandon(&self, id: EntryId, state: State) {
+        Ledger::abandon(&self.of, id, state);
+    }
+}
+
+/// That the write has an entry already says nothing of who has it: it is the layer further out.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_refused_its_second_entry_was_not_done() {
+    for (at_its_end, fails) in [(true, false), (true, true), (false, false), (false, true)] {
+        let lab = Lab::new();
+        let store = Store::new(&lab.log).shut("claim");
+        let second = Second { of: store.clone(), fails };
+        let inner = Safety::refuse().ledger(second).layer(lab.connection());
+        let stack = DeadlineLayer::new(SECOND)
+            .on_event(lab.events.sink())
+            .layer(Safety::refuse().ledger(store.clone()).layer(inner));
+        let mut call = Box::pin(stack.oneshot(write()));
+        assert!(poll_once(&mut call));
+        assert_eq!(lab.log.all(), ["enter"]);
+        if at_its_end {
+            advance(SECOND).await;
+        }
+        store.gates["claim"].add_permits(1);
+        let error = call.await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes(), lab.events.doubts()), (Outcome::NotDone, 0, 0), "{error}");
+        assert!(matches!(store.state(), State::NotLanded { .. }));
+        assert!(store.hints.lock().unwrap().is_empty(), "a hint would be about the other one's entry");
     }
 }
 

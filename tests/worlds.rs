@@ -622,6 +622,9 @@ impl Ledger for Store {
     async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
         self.step(|| {
             let mut table = self.table.lock().unwrap();
+            if table.contains_key(&entry.id) {
+                return Err(LedgerError::Conflict(entry.id));
+            }
             let held = table.values().find(|held| {
                 held.key.is_some()
                     && held.key == entry.key

@@ -12,11 +12,12 @@ use tokio::time::Instant;
 use super::{
     FirstSent, Shared,
     conflicts::Hold,
+    future::{TAKEN_OVER, claimed_by_another},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
     unrecorded::caught,
 };
 use crate::{
-    Activity, Basis, CallError, Effect,
+    Activity, Basis, CallError, Effect, Outcome,
     connection::BoxFuture,
     deadline::Until,
     event::{CallReport, DoubtReport, Event, Events},
@@ -48,6 +49,9 @@ struct Recorded {
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
     /// Whether its replay was claimed, also if it was not needed in the end.
     claim: Claim,
+    /// Whether a layer further out answers for the call too. As long as nothing was entered here, an entry of it may be that
+    /// one's.
+    nested: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -64,8 +68,9 @@ impl Account {
         arguments: Option<String>,
         first_sent: FirstSent,
         shared: &Shared,
+        nested: bool,
     ) -> Self {
-        let recorded = shared.ledger.other().map(Recorded::new);
+        let recorded = shared.ledger.other().map(|ledger| Recorded::new(ledger, nested));
         let Shared { stack, servers_entered, .. } = *shared;
         Self { id, arguments, first_sent, stack, servers_entered, lost: false, recorded }
     }
@@ -180,6 +185,8 @@ impl Account {
                         // Nothing has changed, or somebody else has it, which shows at its end.
                         Some(Err(LedgerError::Overtaken(_))) => last,
                         Some(Err(LedgerError::Conflict(_))) if claiming => last,
+                        // It was never entered: a layer further out has its entry, and says what becomes of it.
+                        Some(Err(LedgerError::Conflict(_))) => return Ok(last),
                         Some(Err(error)) => return Err(error),
                         None => return Err(LedgerError::Unavailable("the ledger panicked".into())),
                     };
@@ -193,7 +200,9 @@ impl Account {
             let claiming = recorded.claim == Claim::UnderWay;
             hold.leave(method.to_owned(), recorded.last, claiming, state.clone());
         }
-        hint(&*recorded.ledger, self.id, state.clone());
+        if recorded.may_hint() {
+            hint(&*recorded.ledger, self.id, state.clone());
+        }
         None
     }
 
@@ -222,19 +231,22 @@ impl Account {
         // Nor is the report kept back for longer.
         let patience = until.left(Instant::now()).map_or(PATIENCE, |left| left.min(PATIENCE));
         let step = Box::pin(async move {
-            let recorded = tokio::time::timeout(patience, step).await;
-            let recorded = matches!(recorded, Ok(Ok(_) | Err(LedgerError::Conflict(_))));
-            if !recorded {
-                tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
+            match tokio::time::timeout(patience, step).await {
+                Ok(Ok(_)) => End::Recorded,
+                Ok(Err(LedgerError::Conflict(_))) => End::Lost,
+                _ => {
+                    tracing::warn!(target: "goaround", "the ledger could not record a write's end; its entry stays open");
+                    End::Open
+                }
             }
-            recorded
         });
         Closing {
             result: Some(result),
             news: Some(news),
             back,
             step,
-            ledger: self.recorded.as_ref().map(|recorded| Arc::clone(&recorded.ledger)),
+            ledger: (self.recorded.as_ref().filter(|recorded| recorded.may_hint()))
+                .map(|recorded| Arc::clone(&recorded.ledger)),
             id: self.id,
             revision: self.recorded.as_ref().map_or(0, |recorded| recorded.last),
             claiming: self.recorded.as_ref().is_some_and(|recorded| recorded.claim == Claim::UnderWay),
@@ -246,6 +258,14 @@ impl Account {
     }
 }
 
+/// What the ledger makes of a write's end.
+enum End {
+    Recorded,
+    /// Somebody else has settled the write, or claimed it.
+    Lost,
+    Open,
+}
+
 /// A call whose outcome is known, and whose ledger has yet to record it. The outcome reaches the caller in any
 /// case.
 pub(super) struct Closing<Res> {
@@ -253,8 +273,8 @@ pub(super) struct Closing<Res> {
     /// Until it is told, which is when the ledger has it: whoever is told of a doubt finds it there.
     news: Option<News>,
     back: GivenBack,
-    /// Says whether it is recorded.
-    step: BoxFuture<bool>,
+    step: BoxFuture<End>,
+    /// What may be given a hint.
     ledger: Option<Arc<dyn DynLedger>>,
     id: EntryId,
     revision: u64,
@@ -271,12 +291,34 @@ pub(super) struct Closing<Res> {
 impl<Res> Closing<Res> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
         match self.step.as_mut().poll(cx) {
-            Poll::Ready(true) => self.state = None,
+            Poll::Ready(End::Recorded) => self.state = None,
+            Poll::Ready(End::Lost) => self.lose(),
             Poll::Pending if !self.until.is_over() => return Poll::Pending,
             _ => self.leave(),
         }
         self.tell();
         self.result.take().map_or(Poll::Pending, Poll::Ready)
+    }
+
+    /// Whoever has it may have handed it over: that nothing was done is no longer known here.
+    #[cold]
+    fn lose(&mut self) {
+        self.state = None;
+        let is_lost = |result: &mut Result<Res, CallError>| {
+            result.as_ref().is_err_and(|error| error.outcome() == Outcome::NotDone)
+        };
+        let Some(Err(mut error)) = self.result.take_if(is_lost) else { return };
+        claimed_by_another(error.attempts_mut());
+        let error = error.note(TAKEN_OVER);
+        if let Some(news) = &mut self.news {
+            news.doubt = news.lost.take().map(|mut doubt| {
+                doubt.attempts = error.attempts().to_vec();
+                doubt
+            });
+            self.back.told |= news.doubt.is_some();
+        }
+        self.back.not_done = false;
+        self.result = Some(Err(error));
     }
 
     /// The ledger has not recorded it, and is not waited for any more.
@@ -329,6 +371,8 @@ impl GivenBack {
 pub(super) struct News {
     pub(super) events: Events,
     pub(super) doubt: Option<DoubtReport>,
+    /// That of a call of which nothing was done, should it turn out that somebody else has the write.
+    pub(super) lost: Option<DoubtReport>,
     /// Of a call that succeeded.
     pub(super) success: Option<CallReport>,
     /// Who judged the call, where this layer reports its failure.
@@ -353,8 +397,13 @@ impl News {
 }
 
 impl Recorded {
-    fn new(ledger: Arc<dyn DynLedger>) -> Box<Self> {
-        Box::new(Self { ledger, revision: None, last: 0, step: None, claim: Claim::None })
+    fn new(ledger: Arc<dyn DynLedger>, nested: bool) -> Box<Self> {
+        Box::new(Self { ledger, revision: None, last: 0, step: None, claim: Claim::None, nested })
+    }
+
+    /// Whether its entry is this layer's own, or may be: a hint names no revision.
+    fn may_hint(&self) -> bool {
+        !self.nested || self.last > 0
     }
 }
 
@@ -366,7 +415,8 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
-        self.back.told |= self.news.as_ref().is_some_and(|news| news.abandoned.is_some());
+        self.back.told |=
+            self.news.as_ref().is_some_and(|news| news.abandoned.is_some() || news.doubt.is_some());
         self.back.give_unread();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             match &news.abandoned {

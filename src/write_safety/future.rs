@@ -49,6 +49,9 @@ const OUTLIVED: &str = "the old process is still there, so that no fence holds";
 /// Nor this one, over which what another call has left might still land.
 const KEY_IN_DOUBT: &str = "not replayed: another write with its conflict key has come into doubt since";
 
+/// What is said of a call of which nothing was done, as far as is known here.
+pub(super) const TAKEN_OVER: &str = "somebody else has settled or claimed it in the ledger";
+
 /// The future of a [`WriteSafety`](super::WriteSafety) service's call.
 #[pin_project(PinnedDrop)]
 pub struct ResponseFuture<S, Req>
@@ -1086,12 +1089,7 @@ where
         }
         self.keep_replaced();
         if self.parts.account.is_lost() {
-            // Whoever has it may have handed it over: that it did not land is no longer known here.
-            unsettle(&mut self.attempts, |_| true);
-            if !self.attempts.iter().any(Attempt::is_in_doubt) {
-                // Nor was anything of ours processed: but theirs may have been.
-                self.attempts.push(Attempt::unanswered("claimed_by_another"));
-            }
+            claimed_by_another(&mut self.attempts);
             return self
                 .last_error()
                 .note("not replayed: somebody else has settled or claimed it in the ledger");
@@ -1383,6 +1381,11 @@ where
         let step = self.enter_end(&state);
         let told = doubtful && !self.parts.current.activity.is_taken_over();
         let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
+        let may_be_lost = step.is_some()
+            && outcome == Some(Outcome::NotDone)
+            && !self.parts.current.activity.is_taken_over();
+        let lost = may_be_lost
+            .then(|| self.doubt_report(&result, Some(TAKEN_OVER.to_owned()), Some(Outcome::Unknown)));
         // What a caller that goes away before it is recorded would be the only one to know.
         let untold = !doubtful && outcome != Some(Outcome::NotDone);
         let abandoned = (untold && step.is_some()).then(|| self.untold(&result));
@@ -1391,7 +1394,7 @@ where
             self.call_report(attempts, None)
         });
         let failure = Some(self.parts.basis).filter(|_| self.parts.outermost);
-        let news = News { events: self.parts.events.share(), doubt, success, failure, abandoned };
+        let news = News { events: self.parts.events.share(), doubt, lost, success, failure, abandoned };
         let mut back = self.what_goes_back(doubtful && result.is_err(), outcome == Some(Outcome::NotDone));
         match step {
             None => {
@@ -1676,6 +1679,15 @@ fn is_quarantine(fence: &Fence) -> bool {
 fn settle_all(attempts: &mut [Attempt], by: &Settled) {
     for attempt in attempts.iter_mut().filter(|attempt| attempt.is_in_doubt()) {
         attempt.settled = Some(by.clone());
+    }
+}
+
+/// Whoever has the write may have handed it over: that it did not land is no longer known here.
+pub(super) fn claimed_by_another(attempts: &mut Vec<Attempt>) {
+    unsettle(attempts, |_| true);
+    if !attempts.iter().any(Attempt::is_in_doubt) {
+        // Nor was anything of ours processed: but theirs may have been.
+        attempts.push(Attempt::unanswered("claimed_by_another"));
     }
 }
 

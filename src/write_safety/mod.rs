@@ -400,7 +400,7 @@ where
             current,
             hold,
             keyed,
-            account: Account::new(id, arguments, first_sent, &self.shared),
+            account: Account::new(id, arguments, first_sent, &self.shared, above.is_some()),
             events,
             outermost,
             above,
