@@ -735,9 +735,13 @@ impl CallError {
         crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted)
     }
 
-    /// Whether an attempt before the last one is in doubt: a layer further in has made more than one.
+    /// Whether another attempt than the one that ended so is in doubt: a layer further in has made more than one, or
+    /// somebody else has.
     fn is_doubtful_before_its_end(&self) -> bool {
-        self.0.attempts.split_last().is_some_and(|(_, earlier)| earlier.iter().any(Attempt::is_in_doubt))
+        self.0.attempts.split_last().is_some_and(|(last, earlier)| {
+            let of_another = last.is_in_doubt() && self.delivery() != Delivery::Ambiguous;
+            of_another || earlier.iter().any(Attempt::is_in_doubt)
+        })
     }
 
     /// Whether all attempts have come back without having been processed.
@@ -1232,6 +1236,19 @@ mod tests {
         let second = write(CallError::connect_failed(refused)).after_attempts(attempts);
         assert_eq!(second.outcome(), Outcome::NotDone);
         assert!(!second.may_have_landed() && second.is_safe_to_repeat());
+    }
+
+    #[test]
+    fn what_somebody_else_may_have_done_is_checked_whatever_became_of_the_attempts_here() {
+        for here in [CallError::not_sent("refused"), CallError::not_processed("busy")] {
+            let mut error = write(here);
+            assert_ne!(error.rule(Effect::Write, false), crate::Rule::Check);
+            assert!(error.is_given_back());
+            error.attempts_mut().push(Attempt::unanswered("claimed_by_another"));
+            assert_eq!(error.rule(Effect::Write, false), crate::Rule::Check);
+            assert!(!error.is_given_back() && !error.is_safe_to_repeat());
+            assert_eq!(error.outcome(), Outcome::Unknown);
+        }
     }
 
     #[test]
