@@ -185,8 +185,13 @@ impl Account {
                         // Nothing has changed, or somebody else has it, which shows at its end.
                         Some(Err(LedgerError::Overtaken(_))) => last,
                         Some(Err(LedgerError::Conflict(_))) if claiming => last,
-                        // It was never entered: a layer further out has its entry, and says what becomes of it.
-                        Some(Err(LedgerError::Conflict(_))) => return Ok(last),
+                        // It was never entered: whoever has an entry of it, a layer further out, says what becomes of it.
+                        Some(Err(
+                            LedgerError::Conflict(_)
+                            | LedgerError::KeyInDoubt { .. }
+                            | LedgerError::Full(_)
+                            | LedgerError::TooLong { .. },
+                        )) if !claiming => return Ok(last),
                         Some(Err(error)) => return Err(error),
                         None => return Err(LedgerError::Unavailable("the ledger panicked".into())),
                     };
