@@ -691,6 +691,13 @@ struct ActivityState {
     replaced: Option<Box<Fence>>,
     waker: Option<Waker>,
     gate: Option<Arc<dyn Gate>>,
+    word: Option<Arc<dyn Word>>,
+}
+
+/// What a connection's server said of a call before it was sent, which made it a read or an idempotent one.
+pub(crate) trait Word: fmt::Debug + Send + Sync {
+    /// Whether the server still says so there. If not, it may have done more by then.
+    fn holds(&self) -> bool;
 }
 
 /// What is asked of an attempt that has waited for a connection, and of each replay, at the moment in which it goes.
@@ -798,6 +805,16 @@ impl Activity {
     /// Has that asked when it goes after it has waited.
     pub(crate) fn set_gate(&self, gate: Arc<dyn Gate>) {
         self.lock().gate = Some(gate);
+    }
+
+    /// Notes by what word the connection takes the attempt for what it is.
+    pub(crate) fn taken_by(&self, word: Arc<dyn Word>) {
+        self.lock().word = Some(word);
+    }
+
+    /// That word. It is to be asked for as long as the call may be repeated.
+    pub(crate) fn word(&self) -> Option<Arc<dyn Word>> {
+        self.lock().word.clone()
     }
 
     /// Whether it was to be asked: each replay is, and what has waited for a connection.

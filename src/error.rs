@@ -110,6 +110,8 @@ struct Inner {
     loss: Option<Closure>,
     /// Whether the server has taken back the word by which the call was taken for a read.
     misjudged: bool,
+    /// Whether a layer that answers for writes has reported what became of it.
+    reported: bool,
     /// The request, where nothing of it was sent. Behind a lock for `Sync` alone.
     request: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -430,6 +432,7 @@ impl CallError {
             closure: None,
             loss: None,
             misjudged: false,
+            reported: false,
             request: Mutex::new(None),
         }))
     }
@@ -567,6 +570,7 @@ impl CallError {
         facts.0.notes = self.0.notes.clone();
         facts.0.closure = self.0.closure.clone();
         facts.0.misjudged = self.0.misjudged;
+        facts.0.reported = self.0.reported;
         facts
     }
 
@@ -662,6 +666,20 @@ impl CallError {
     pub(crate) fn misjudge(&mut self) {
         (self.0.effect, self.0.basis) = (Some(Effect::Write), Some(Basis::Default));
         self.0.misjudged = true;
+    }
+
+    /// Whether that was done.
+    pub(crate) fn is_misjudged(&self) -> bool {
+        self.0.misjudged
+    }
+
+    pub(crate) fn set_reported(&mut self) {
+        self.0.reported = true;
+    }
+
+    /// Whether it is unknown what a call did that no layer took for a write, and that is to be reported.
+    pub(crate) fn is_unreported(&self) -> bool {
+        self.0.misjudged && !self.0.reported && self.outcome() == Outcome::Unknown
     }
 
     /// Says who judged the call, if no layer further down has.

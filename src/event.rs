@@ -273,8 +273,23 @@ impl Events {
         }
     }
 
-    /// Reports a failed call, if there is something to report: more than one attempt.
+    /// Reports a failed call, if there is something to report: more than one attempt, or that a call may have done
+    /// something which was taken for a read by its server's word.
     pub(crate) fn failed(&self, basis: Basis, error: &CallError) {
+        if let (true, Some(call)) = (error.is_unreported(), error.call()) {
+            self.emit(Event::InDoubt(&DoubtReport {
+                call,
+                method: error.method().to_owned(),
+                effect: error.effect(),
+                basis: error.basis(),
+                attempts: error.attempts().to_vec(),
+                verdict: None,
+                reason: Some("its server no longer says that it only reads".to_owned()),
+                fence: None,
+                replayed: false,
+                outcome: Some(error.outcome()),
+            }));
+        }
         if error.attempts().len() < 2 {
             return;
         }

@@ -13,6 +13,7 @@ use tokio::time::{Instant, timeout};
 use super::rules::strength;
 use crate::{
     Call, CallError, Effect,
+    call::Word,
     jsonrpc::{Client, Request, Response},
 };
 
@@ -45,6 +46,20 @@ struct List {
     catalog: Arc<Catalog>,
 }
 
+/// By the annotation of that tool a call was taken for one with that effect.
+#[derive(Debug)]
+struct Annotation {
+    tools: Arc<Listed>,
+    tool: Option<String>,
+    taken_for: Effect,
+}
+
+impl Word for Annotation {
+    fn holds(&self) -> bool {
+        self.tools.upholds(self.tool.as_deref(), self.taken_for) || off!(Annotation)
+    }
+}
+
 impl Listed {
     pub(crate) fn catalog(&self) -> Arc<Catalog> {
         Arc::clone(&self.lock().catalog)
@@ -55,6 +70,11 @@ impl Listed {
     pub(crate) fn upholds(&self, tool: Option<&str>, taken_for: Effect) -> bool {
         let now = tool.and_then(|tool| self.lock().catalog.get(tool)).unwrap_or(Effect::Write);
         strength(now) <= strength(taken_for)
+    }
+
+    /// That a call of that tool was taken for one with that effect, to be asked for as long as it may be repeated.
+    pub(crate) fn word(self: &Arc<Self>, tool: Option<String>, taken_for: Effect) -> Arc<dyn Word> {
+        Arc::new(Annotation { tools: Arc::clone(self), tool, taken_for })
     }
 
     /// The server says that they have changed.

@@ -20,8 +20,8 @@ use super::{
     watch::{Watch, taken_back},
 };
 use crate::{
-    Basis, BoxError, Call, CallError, Closure, Delivery, Effect, Refusal,
-    call::effect_of,
+    Basis, BoxError, Call, CallError, Closure, Delivery, Refusal,
+    call::{Word, effect_of},
     connection::{self, BoxFuture},
     event::Peer,
     jsonrpc::{self, Builder, Client, Request, Response},
@@ -143,7 +143,13 @@ impl Connection {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
         }
         let lesson = match Kind::of(request.method()) {
-            Kind::Plain if is_trusted => Some(Lesson::Trust(tool_of(&request), effect_of(&request))),
+            Kind::Plain if is_trusted => {
+                let word = session.wires.tools.word(tool_of(&request), effect_of(&request));
+                if let Some(activity) = request.context().activity() {
+                    activity.taken_by(Arc::clone(&word));
+                }
+                Some(Lesson::Trust(word))
+            }
             Kind::Plain => None,
             Kind::List if !session.takes_cursor(&request) => {
                 return ResponseFuture::refused(Refusal::CursorOfAnotherSession, &request);
@@ -311,8 +317,8 @@ enum Lesson {
     Level(String),
     Subscribe(String),
     Unsubscribe(String),
-    /// By the annotation of that tool the call was taken for one with that effect.
-    Trust(Option<String>, Effect),
+    /// By a trusted annotation the call was taken for what it is.
+    Trust(Arc<dyn Word>),
 }
 
 impl Lesson {
@@ -327,11 +333,7 @@ impl Lesson {
                 session.memory.unsubscribed(&uri);
             }
             // Nobody knows whether the server did it before or after it said that the tool had changed.
-            (Lesson::Trust(tool, effect), Err(error))
-                if error.delivery() == Delivery::Ambiguous
-                    && !session.wires.tools.upholds(tool.as_deref(), effect)
-                    && !off!(Annotation) =>
-            {
+            (Lesson::Trust(word), Err(error)) if error.delivery() == Delivery::Ambiguous && !word.holds() => {
                 error.misjudge();
             }
             (_, _) => {}

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use backon::ConstantBuilder;
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, DuplexStream},
@@ -29,8 +30,8 @@ use super::{
     *,
 };
 use crate::{
-    Basis, Call, CallError, Cause, DeadlineLayer, Delivery, Effect, Outcome, ReconnectLayer, Refusal,
-    RetryReadOnly, ServerError, Stack, WriteSafetyLayer,
+    Basis, Call, CallError, Cause, DeadlineLayer, Delivery, Effect, Event, Outcome, ReconnectLayer, Refusal,
+    RetryReadOnly, RetryReadOnlyLayer, ServerError, Stack, WriteSafetyLayer,
     connection::{self as own, BoxFuture},
     jsonrpc::{Builder, Client, Notification, Response, ServerRequest},
     stdio::Opened,
@@ -76,6 +77,13 @@ impl Server {
         }
         self.initialized(&message, version).await;
         message
+    }
+
+    /// Shakes hands, and says what tools it has.
+    async fn lists(&mut self, tools: &[Value]) {
+        self.older("2025-11-25").await;
+        let asked = self.asked("tools/list").await;
+        self.answer(&asked, json!({ "tools": tools })).await;
     }
 
     async fn initialized(&mut self, request: &Value, version: &str) {
@@ -1147,6 +1155,16 @@ async fn from_the_word_that_the_tools_have_changed_on_no_annotation_is_trusted_u
 
 /// A stack that trusts annotations, over a pipe that holds little.
 async fn trusting_stack(tools: Vec<Value>) -> (Arc<Stack<Stdio, Request, Response>>, Server) {
+    let (stack, server, _) = trusting_stack_with(tools, RetryReadOnly.into(), |_| {}).await;
+    (stack, server)
+}
+
+/// With the servers that come later.
+async fn trusting_stack_with(
+    tools: Vec<Value>,
+    retry: RetryReadOnlyLayer,
+    events: impl Fn(Event<'_>) + Send + Sync + 'static,
+) -> (Arc<Stack<Stdio, Request, Response>>, Server, mpsc::UnboundedReceiver<Server>) {
     let (tell, mut servers) = mpsc::unbounded_channel();
     let connector = over(move |builder: Builder| {
         let (ours, theirs) = tokio::io::duplex(1024);
@@ -1156,17 +1174,15 @@ async fn trusting_stack(tools: Vec<Value>) -> (Arc<Stack<Stdio, Request, Respons
     });
     let connector = connector.era(Era::Initialize).tools(ToolRules::new().trust_annotations());
     let writes = WriteSafetyLayer::refuse().replay_idempotent().attempt_timeout(10 * SECOND);
-    let stack = Stack::builder(connector).deadline(60 * SECOND).writes(writes).build().unwrap();
-    let stack = Arc::new(stack);
+    let stack = Stack::builder(connector).deadline(60 * SECOND).writes(writes).retry(retry).on_event(events);
+    let stack = Arc::new(stack.build().unwrap());
     let first = send(&stack, tool("look"));
     let mut server = servers.recv().await.unwrap();
-    server.older("2025-11-25").await;
-    let asked = server.asked("tools/list").await;
-    server.answer(&asked, json!({ "tools": tools })).await;
+    server.lists(&tools).await;
     let asked = server.asked("tools/call").await;
     server.answer(&asked, json!({ "content": [] })).await;
     first.await.unwrap().unwrap();
-    (stack, server)
+    (stack, server, servers)
 }
 
 fn send(
@@ -1247,6 +1263,50 @@ async fn a_call_that_is_written_when_its_annotation_is_taken_back_and_gets_no_an
     sleep(SECOND).await;
     server.answer(&asked, json!({ "content": [] })).await;
     look.await.unwrap().unwrap();
+}
+
+/// Its server may have done anything by then, whatever the next one says of itself.
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not_repeated_and_reported() {
+    #[derive(Debug)]
+    enum Lost {
+        /// An idempotent one, with its connection.
+        Closed,
+        /// A read, for which its layer has waited long enough; by then, or while it waits for the next attempt.
+        TimedOut { by_then: bool },
+    }
+    for lost in [Lost::Closed, Lost::TimedOut { by_then: true }, Lost::TimedOut { by_then: false }] {
+        let doubts = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&doubts);
+        let events = move |event: Event<'_>| {
+            if let Event::InDoubt(report) = event {
+                seen.lock().unwrap().push(report.outcome);
+            }
+        };
+        let wait = ConstantBuilder::new().with_delay(10 * SECOND);
+        let retry = RetryReadOnly.attempt_timeout(5 * SECOND).backoff(wait);
+        let hint = match lost {
+            Lost::Closed => json!({ "readOnlyHint": false, "idempotentHint": true }),
+            Lost::TimedOut { .. } => json!({ "readOnlyHint": true }),
+        };
+        let tools = [reads("look"), listed("odd", hint)];
+        let (stack, mut server, mut servers) = trusting_stack_with(tools.to_vec(), retry, events).await;
+        let odd = send(&stack, tool("odd"));
+        assert_eq!(server.asked("tools/call").await["params"]["name"], "odd");
+        if let Lost::TimedOut { by_then: false } = lost {
+            sleep(8 * SECOND).await;
+        }
+        server.tools_changed().await;
+        sleep(SECOND).await;
+        drop(server);
+        if let Ok(Some(mut next)) = timeout(20 * SECOND, servers.recv()).await {
+            next.lists(&tools).await;
+            assert_eq!(serve(&mut next, "odd", &tools).await, 0, "{lost:?}: repeated");
+        }
+        let error = odd.await.unwrap().unwrap_err();
+        assert_eq!((error.outcome(), error.effect()), (Outcome::Unknown, Effect::Write), "{lost:?}: {error}");
+        assert_eq!(*doubts.lock().unwrap(), [Some(Outcome::Unknown)], "{lost:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -15,7 +15,8 @@ use tower::Service;
 
 use super::{Handle, backoff::Waits, bound};
 use crate::{
-    Attempt, Call, CallError, Delivery, Effect, Rule, Scope,
+    Attempt, Call, CallError, Delivery, Effect, Refusal, Rule, Scope,
+    call::Word,
     call::replica,
     deadline::Timer,
     event::{CallReport, Event, Report},
@@ -89,6 +90,9 @@ struct Progress<Req> {
     /// How long was waited before the current attempt.
     waited: Duration,
     next: Option<Req>,
+    /// By what words of servers the attempts that were given up were taken for reads: what those servers say from then on
+    /// still concerns them.
+    words: Vec<Arc<dyn Word>>,
     /// Whether the trail is this layer's; else one further out reports the call.
     owns_trail: bool,
 }
@@ -230,6 +234,7 @@ where
                         (Poll::Ready(Err(error)), _) => error,
                         (Poll::Pending, Some(Over::Deadline)) => {
                             this.state.set(State::Done);
+                            read.note_word();
                             let error = CallError::deadline(Delivery::Ambiguous);
                             return Poll::Ready(Err(read.ended(error)));
                         }
@@ -282,6 +287,10 @@ where
                             return Poll::Ready(Err(read.not_started()));
                         }
                         Poll::Pending => return Poll::Pending,
+                        Poll::Ready(Ok(())) if read.is_taken_back() => {
+                            this.state.set(State::Done);
+                            return Poll::Ready(Err(read.not_repeated()));
+                        }
                         Poll::Ready(Ok(())) => {
                             let mut request = read.begins().expect("made at the decision");
                             let limit = read.handle.options.attempt_timeout;
@@ -355,11 +364,24 @@ impl<S, Req: Call> Read<S, Req> {
     /// Whoever holds the attempt up must not begin with it any more: it may be a write there. The next one has marks of
     /// its own.
     fn give_up_attempt(&mut self) {
+        self.note_word();
         let own = self.kept.context().activity().filter(|_| self.owns_marks);
         if let Some(activity) = own {
             activity.end();
             self.kept.context_mut().set_activity(Some(Arc::default()));
         }
+    }
+
+    /// Of an attempt that is given up.
+    fn note_word(&mut self) {
+        if let Some(word) = self.kept.context().activity().and_then(|activity| activity.word()) {
+            self.progress().words.push(word);
+        }
+    }
+
+    /// Whether an attempt that was given up may have been a write after all.
+    fn is_taken_back(&self) -> bool {
+        self.progress.as_ref().is_some_and(|progress| progress.words.iter().any(|word| !word.holds()))
     }
 
     /// Ready once the attempt has taken long enough.
@@ -382,7 +404,7 @@ impl<S, Req: Call> Read<S, Req> {
             // A service in between gave it up and does not know.
             error = error.of_a_write();
         }
-        if error.effect().is_write() {
+        if error.effect().is_write() || self.is_taken_back() {
             // A layer below knows better. What may happen to a write is none of this layer's business.
             return Err(self.finish(error));
         }
@@ -491,6 +513,7 @@ impl<S, Req: Call> Read<S, Req> {
                 handed_back: false,
                 waited: Duration::ZERO,
                 next: None,
+                words: Vec::new(),
                 owns_trail: false,
             })
         })
@@ -518,8 +541,17 @@ impl<S, Req: Call> Read<S, Req> {
         self.finish(error)
     }
 
+    /// Before another attempt it turned out that an earlier one may have been a write.
+    fn not_repeated(&mut self) -> CallError {
+        let error = CallError::refused(Refusal::EffectChanged).of_request(&self.kept, Effect::ReadOnly);
+        self.finish(error)
+    }
+
     /// Puts the earlier attempts in front of the last one's, and reports the failure where that is due.
     fn finish(&mut self, mut error: CallError) -> CallError {
+        if self.is_taken_back() {
+            error.misjudge();
+        }
         if let Some(progress) = &mut self.progress {
             error = error.after_attempts(mem::take(&mut progress.earlier));
             for note in mem::take(&mut progress.notes) {

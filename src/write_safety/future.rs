@@ -49,6 +49,9 @@ const OUTLIVED: &str = "the old process is still there, so that no fence holds";
 /// Nor this one, over which what another call has left might still land.
 const KEY_IN_DOUBT: &str = "not replayed: another write with its conflict key has come into doubt since";
 
+/// Nor this one, which may have been any write.
+const TAKEN_BACK: &str = "not replayed: the server no longer says that it is idempotent";
+
 /// What is said of a call of which nothing was done, as far as is known here.
 pub(super) const TAKEN_OVER: &str = "somebody else has settled or claimed it in the ledger";
 
@@ -513,8 +516,19 @@ where
             open.then(|| Replay::Keyed(Fence::deduplicated(self.parts.call, window)))
         };
         let idempotent = config.replay_idempotent && self.parts.effect == Effect::Idempotent;
+        let idempotent = idempotent && self.is_upheld();
         let replay = by_key().or_else(|| idempotent.then_some(Replay::Idempotent))?;
         Some((replay, self.parts.kept.as_ref().and_then(replica)?))
+    }
+
+    /// Whether the attempt's server still says what the call was taken for by its word.
+    fn is_upheld(&self) -> bool {
+        self.parts.current.activity.word().is_none_or(|word| word.holds())
+    }
+
+    /// The server has taken back what the call was taken for: it may have been any write.
+    fn misjudged(&mut self) {
+        (self.parts.effect, self.parts.basis) = (Effect::Write, Basis::Default);
     }
 
     /// Whether a check has found the write applied in part: then it is never replayed.
@@ -551,6 +565,9 @@ where
             let error = error.of_attempt(Some(*call), name, *effect);
             error.with_attempt(current.activity.generation_number())
         });
+        if result.as_ref().is_err_and(CallError::is_misjudged) {
+            self.misjudged();
+        }
         let mut error = match (self.keyed_answer(&result), result) {
             (Some(KeyedAnswer::Landed(response)), result) => {
                 return self.answered_landed(response, result.err());
@@ -1033,7 +1050,9 @@ where
     /// Until when the server keeps the key by which that replay is allowed, where the deadline may come later. The server
     /// forgets it by its own clock, also while the call stands still.
     fn key_end(&self, replay: &Replay) -> Result<Option<Instant>, &'static str> {
-        let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else { return Ok(None) };
+        let (Replay::Keyed(fence) | Replay::Fenced(fence)) = replay else {
+            return if self.is_upheld() { Ok(None) } else { Err(TAKEN_BACK) };
+        };
         let Some(window) = fence.window() else { return Ok(None) };
         let end = self.parts.account.first_sent().window_end(window)?;
         Ok(end.filter(|end| !self.parts.until.ends_before(*end)))
@@ -1337,7 +1356,7 @@ where
         }
         let trail = self.trail.take();
         let in_between = trail.as_ref().map(|trail| trail.take()).unwrap_or_default();
-        let result = match result {
+        let mut result = match result {
             Ok(response) => {
                 self.attempts.extend(in_between);
                 Ok(response)
@@ -1379,6 +1398,9 @@ where
         // First the ledger: whoever is told of the doubt finds it there.
         let state = self.state(&result, reason.as_deref());
         let step = self.enter_end(&state);
+        if doubtful && let Err(error) = &mut result {
+            error.set_reported();
+        }
         let told = doubtful && !self.parts.current.activity.is_taken_over();
         let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
         let may_be_lost = step.is_some()
