@@ -884,11 +884,13 @@ impl Driver {
             (closure, mem::take(&mut state.queue), mem::take(&mut state.notes))
         };
         drop(notes);
-        // Politely where that takes no time. From here on not one byte is written.
-        if let Some(cx) = cx {
-            let _ = io.as_mut().poll_shutdown(cx);
+        // Politely where that takes no time. From here on not one byte is written. A transport that panics must not cost
+        // its calls what is known of them, nor others the closure.
+        let shut = catch_unwind(AssertUnwindSafe(|| cx.map(|cx| io.as_mut().poll_shutdown(cx)).is_some()));
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(io)));
+        if shut.is_err() || dropped.is_err() {
+            tracing::warn!(target: "goaround", "a transport panicked when it was closed");
         }
-        drop(io);
         self.shared.publish(closure.clone());
 
         for exchange in queue {

@@ -35,7 +35,6 @@ struct WireState {
     room: usize,
     /// What happens on another thread during the next write.
     meanwhile: Option<Box<dyn FnOnce() + Send>>,
-    write_panics: bool,
     /// Whether what is accepted waits in a buffer, and no flush comes to its end.
     holds_back: bool,
     written: Vec<u8>,
@@ -45,7 +44,8 @@ struct WireState {
     input: Vec<u8>,
     read_error: Option<io::ErrorKind>,
     eof: bool,
-    panics: bool,
+    /// Which of its functions panic.
+    panics: &'static [&'static str],
     closed: bool,
     wakers: Vec<Waker>,
 }
@@ -102,8 +102,9 @@ impl Wire {
         String::from_utf8(self.0.lock().unwrap().written.clone()).unwrap()
     }
 
-    fn panics(&self) -> bool {
-        self.0.lock().unwrap().panics
+    fn called(&self, function: &str) {
+        let panics = self.lock().panics.contains(&function);
+        assert!(!panics, "as tested");
     }
 
     fn is_closed(&self) -> bool {
@@ -119,7 +120,7 @@ struct Io(Wire);
 
 impl AsyncRead for Io {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        assert!(!self.0.panics(), "as tested");
+        self.0.called("read");
         let mut state = self.0.0.lock().unwrap();
         if !state.input.is_empty() {
             let count = state.input.len().min(buf.remaining());
@@ -143,13 +144,10 @@ impl AsyncWrite for Io {
         if let Some(meanwhile) = self.0.lock().meanwhile.take() {
             meanwhile();
         }
+        self.0.called("write");
         let mut state = self.0.lock();
         if let Some(error) = state.write_error {
             return Poll::Ready(Err(error.into()));
-        }
-        if state.write_panics {
-            drop(state);
-            panic!("as tested");
         }
         let count = bytes.len().min(state.room);
         if count == 0 {
@@ -163,6 +161,7 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.called("flush");
         let mut state = self.0.0.lock().unwrap();
         if let Some(error) = state.write_error {
             return Poll::Ready(Err(error.into()));
@@ -175,13 +174,15 @@ impl AsyncWrite for Io {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.called("shutdown");
         Poll::Ready(Ok(()))
     }
 }
 
 impl Drop for Io {
     fn drop(&mut self) {
-        self.0.0.lock().unwrap().closed = true;
+        self.0.lock().closed = true;
+        self.0.called("drop");
     }
 }
 
@@ -746,7 +747,7 @@ async fn a_closure_hands_back_what_lies_in_the_buffer_and_was_not_begun() {
                     "a failing write" => {
                         wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe))
                     }
-                    _ => wire.set(|state| state.panics = true),
+                    _ => wire.set(|state| state.panics = &["read"]),
                 }
                 settle().await;
                 advance(Duration::from_millis(51)).await;
@@ -779,7 +780,7 @@ async fn a_closure_hands_back_what_lies_in_the_buffer_and_was_not_begun() {
 #[tokio::test(start_paused = true)]
 async fn a_write_that_panics_has_not_said_what_it_accepted() {
     let wire = Wire::new();
-    wire.set(|state| state.write_panics = true);
+    wire.set(|state| state.panics = &["write"]);
     let client = wire.connect(Client::builder().exact_writes());
     let (one, marks) = watched(request("one"));
     let mut one = start_now(&client, one);
@@ -787,6 +788,40 @@ async fn a_write_that_panics_has_not_said_what_it_accepted() {
     let mut error = failed(&mut one);
     assert_eq!(error.delivery(), Delivery::Ambiguous);
     assert!(!handed_back(&mut error) && !marks.was_withdrawn());
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_of_a_transport_panics_each_call_ends_with_what_is_known_of_it_and_the_connection_too() {
+    for panics in [
+        &["read"][..],
+        &["read", "drop"],
+        &["write"],
+        &["write", "drop"],
+        &["flush"],
+        &["flush", "drop"],
+        &["shutdown"],
+        &["drop"],
+        &["shutdown", "drop"],
+    ] {
+        let wire = Wire::new();
+        // What is behind a flush has not been offered.
+        wire.hold_back(panics.contains(&"flush")).await;
+        wire.accept(frame(1, "one").len()).await;
+        let client = wire.connect(Client::builder().exact_writes());
+        let mut one = start(&client, request("one")).await;
+        let mut two = start(&client, request("two")).await;
+        let mut closed = tokio_test::task::spawn(client.closed());
+        assert_pending!(closed.poll());
+        wire.set(|state| state.panics = panics);
+        settle().await;
+        wire.eof().await;
+        assert_eq!(failed(&mut one).delivery(), Delivery::Ambiguous, "{panics:?}");
+        let mut error = failed(&mut two);
+        let expected = if panics.contains(&"write") { Delivery::Ambiguous } else { Delivery::NotSent };
+        assert_eq!((error.delivery(), handed_back(&mut error)), (expected, expected == Delivery::NotSent));
+        assert_eq!(assert_ready!(closed.poll()).in_flight(), 2);
+        assert!(wire.is_closed() && client.closure().is_some());
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -1186,7 +1221,7 @@ async fn a_panic_of_foreign_code_hangs_nobody() {
 
     // The transport itself: the connection is gone.
     let mut call = start(&client, request("one")).await;
-    wire.set(|state| state.panics = true);
+    wire.set(|state| state.panics = &["read"]);
     settle().await;
     assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
 }
