@@ -104,8 +104,8 @@ impl Builder {
     /// fails or has to wait: true of pipes and sockets, not of TLS and other layers that buffer, nor of the
     /// pipes of child processes on Windows.
     ///
-    /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy:
-    /// at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
+    /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy, and
+    /// sent it: an answer to it counts from then on, and at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
     /// of it, and one that was cut at a closure is provably not processed: it may be handed over again, also if it is a
     /// write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
     /// lies in this client's buffer. A false declaration repeats writes.

@@ -93,7 +93,7 @@ pub(super) struct Driver {
     /// Frames of our own: answers, cancellations, probes.
     own: VecDeque<Own>,
     last_id: u64,
-    /// Calls whose frames are written.
+    /// Calls whose frames are written, or may be.
     pending: Pending,
     remembered: Remembered,
     cancel: Option<Cancel>,
@@ -277,7 +277,8 @@ impl Driver {
         self.withdraw(exchange);
         let unanswered = self.forget(exchange)
             || self.remembered.knows(exchange.id())
-            || self.out.begun().any(|mark| Arc::ptr_eq(&mark.exchange, exchange));
+            // One that was entered is among those, unless it has been answered.
+            || self.out.begun().any(|mark| !mark.entered && Arc::ptr_eq(&mark.exchange, exchange));
         if !unanswered || self.own.len() >= MAX_OWN || self.draining.is_some() {
             return;
         }
@@ -325,6 +326,7 @@ impl Driver {
         }
         let progress = self.offer(cx);
         self.out.put_back(self.limits.exact_writes);
+        self.enter_what_was_shown();
         if self.draining.is_none() {
             self.poll_flush(cx);
         }
@@ -555,6 +557,21 @@ impl Driver {
             }
             if let Some(mark) = self.out.marks.pop_front() {
                 self.out.unmarked.push(mark.exchange);
+            }
+        }
+    }
+
+    /// The transport may have sent what it was offered, and say later that it has accepted it: an answer to that counts.
+    fn enter_what_was_shown(&mut self) {
+        let Out { accepted, shown, .. } = self.out;
+        if shown <= accepted {
+            return;
+        }
+        for at in 0..self.out.begun().count() {
+            let mark = &mut self.out.marks[at];
+            if !mem::replace(&mut mark.entered, true) && mark.exchange.answered {
+                let exchange = mark.exchange.clone();
+                self.enter(exchange);
             }
         }
     }
@@ -804,7 +821,7 @@ impl Driver {
         let now = Instant::now();
         let patience = now + PATIENCE;
         let written = self.pending.values();
-        let begun = self.out.marks.iter().map(|mark| &mark.exchange);
+        let begun = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
         let calls: Vec<_> = written
             .chain(begun)
             .filter(|exchange| exchange.answered && !exchange.is_given_up())
@@ -826,8 +843,9 @@ impl Driver {
         let now = Instant::now();
         let (pending, marks) = (&self.pending, &self.out.marks);
         doomed.calls.retain(|(id, until)| {
-            // What is cut, and given up, ends nothing later.
-            let is_cut = |mark: &Mark| mark.exchange.id() == *id && !mark.exchange.is_given_up();
+            // What is cut, and given up, ends nothing later; nor does what has been answered before it was accepted.
+            let is_cut =
+                |mark: &Mark| !mark.entered && mark.exchange.id() == *id && !mark.exchange.is_given_up();
             *until > now && (pending.contains_key(id) || marks.iter().any(is_cut))
         });
         let Some(last) = doomed.calls.iter().map(|(_, until)| *until).max() else {

@@ -1104,7 +1104,7 @@ async fn the_last_thousand_calls_are_remembered() {
 #[tokio::test(start_paused = true)]
 async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
     let wire = Wire::new();
-    let client = wire.connect(Client::builder());
+    let client = wire.connect(Client::builder().exact_writes());
     let mut call = start(&client, request("one")).await;
     let length = frame(1, "one").len();
     wire.accept(length - 2).await;
@@ -1117,6 +1117,65 @@ async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
     assert_eq!(assert_ready_ok!(call.poll()).parse::<String>().unwrap(), "read");
     wire.accept(1).await;
     assert_eq!(wire.written(), frame(1, "one"));
+}
+
+/// Such a transport may send what it is offered and say later that it has accepted it, as one over a channel does.
+#[tokio::test(start_paused = true)]
+async fn where_copies_may_be_kept_an_answer_counts_from_when_its_frame_was_offered() {
+    let answers = "{\"id\":1,\"result\":1}\n{\"id\":2,\"result\":2}\n{\"id\":3,\"result\":3}";
+    for accepted in [0, 5] {
+        for closes in [false, true] {
+            let wire = Wire::new();
+            let client = wire.connect(Client::builder());
+            // The second one is not offered: somebody answers for what becomes of it, and it lies behind the first.
+            let requests = ["one", "two"].map(request);
+            let ([mut one, mut two], [first, second]) = in_one_buffer(&client, requests).await;
+            wire.accept(accepted).await;
+            wire.send(answers).await;
+            assert_eq!(assert_ready_ok!(one.poll()).raw().get(), "1");
+            assert_pending!(two.poll());
+            assert_eq!((client.ignored(), client.in_flight()), (2, 1));
+            // It is answered once.
+            wire.send(r#"{"id":1,"result":1}"#).await;
+            assert_eq!(client.ignored(), 3);
+            drop(one);
+            if closes {
+                wire.eof().await;
+                assert_eq!(failed(&mut two).delivery(), Delivery::NotSent);
+                assert_eq!(client.closure().unwrap().in_flight(), 1);
+                continue;
+            }
+            wire.accept(usize::MAX / 2).await;
+            assert_eq!(wire.written(), frame(1, "one") + &frame(2, "two"));
+            assert!(is_sent(&first) && is_sent(&second));
+            wire.send(answers).await;
+            assert_eq!(assert_ready_ok!(two.poll()).raw().get(), "2");
+            assert_eq!(client.in_flight(), 0);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_answered_before_it_was_accepted_does_not_postpone_the_end() {
+    let wire = Wire::new();
+    let client = judged(&wire);
+    let one = start(&client, request("one")).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert!(one.is_woken());
+    let mut late = start(&client, request("late").within(SECOND)).await;
+    // By now the callers know how often the peer has been heard.
+    let mut later = start(&client, request("later").within(2 * SECOND)).await;
+    advance(SECOND).await;
+    assert_ready_err!(late.poll());
+    settle().await;
+    advance(SECOND).await;
+    assert_ready_err!(later.poll());
+    settle().await;
+    assert!(client.closure().is_none());
+    advance(10 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_some());
+    drop(one);
 }
 
 #[tokio::test(start_paused = true)]
