@@ -27,7 +27,7 @@ use super::{
     Builder, Notification, Response, ServerRequest,
     builder::{Cancel, TakenBack, Upholds},
     client::{Note, Shared, named},
-    codec::{Lines, Piece},
+    codec::{Lines, Piece, Said},
     exchange::{Exchange, Outcome},
     handler::{AnyHandler, internal, not_found},
     message::{Batch, Incoming, LISTEN, Odd, write_answer},
@@ -681,7 +681,11 @@ impl Driver {
                     let error = named(error, &exchange.request);
                     self.done.push((exchange, Err(error)));
                 } else if let Some(late) = self.remembered.remove(id) {
-                    late.emit();
+                    match self.lines.said() {
+                        Said::Result => late.emit(),
+                        Said::Error => {}
+                        Said::Unknown => late.report(true),
+                    }
                 } else {
                     self.ignore(&"a line above the limit, an answer to no call");
                 }
@@ -1132,13 +1136,18 @@ impl Late {
         }
     }
 
-    /// Reports the success. Whoever listens is foreign code: its panic must not cost other calls their
-    /// answers.
+    /// Reports the success.
     pub(crate) fn emit(self) {
+        self.report(false);
+    }
+
+    /// Whoever listens is foreign code: its panic must not cost other calls their answers.
+    fn report(self, may_be_error: bool) {
         let late = LateAnswer {
             call: self.call,
             method: self.method.into_owned(),
             violated: self.activity.and_then(|activity| activity.replaced_by_fence()),
+            may_be_error,
         };
         let events = self.events;
         let emitted = catch_unwind(AssertUnwindSafe(|| events.emit(Event::LateAnswer(&late))));

@@ -1073,6 +1073,36 @@ async fn late_answers_are_reported_once_and_name_the_fence_that_does_not_hold() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_told_is_said_to_be_so() {
+    let pad = "x".repeat(200);
+    for (answer, expected) in [
+        (format!(r#"{{"id":1,"error":{{"code":1,"message":"{pad}"}}}}"#), None),
+        (format!(r#"{{"error":{{"code":1,"message":"{pad}"}},"id":1}}"#), None),
+        (format!(r#"{{"id":1,"result":"{pad}"}}"#), Some(false)),
+        (format!(r#"{{"id":1,"result":null,"error":{{"message":"{pad}"}}}}"#), Some(true)),
+    ] {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let wire = Wire::open();
+        let client = wire.connect(Client::builder().max_line(100));
+        let (mut replaced, activity) = watched(request("replaced"));
+        let told = seen.clone();
+        replaced.context_mut().events = Events::to(move |event| {
+            if let Event::LateAnswer(late) = event {
+                told.lock().unwrap().push((late.may_be_error, late.violated.is_some()));
+            }
+        });
+        let replaced = start(&client, replaced).await;
+        activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
+        drop(replaced);
+        settle().await;
+        wire.send(&answer).await;
+        let expected: Vec<_> = expected.into_iter().map(|may_be_error| (may_be_error, true)).collect();
+        assert_eq!(*seen.lock().unwrap(), expected, "{answer}");
+        assert_eq!(client.ignored(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_answer_that_nobody_took_is_a_late_one() {
     let seen = Seen::default();
     let wire = Wire::open();
