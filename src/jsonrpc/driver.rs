@@ -99,9 +99,9 @@ pub(super) struct Driver {
     cancel: Option<Cancel>,
     handler: Option<Arc<dyn AnyHandler>>,
     taken_back: Option<TakenBack>,
-    upholds: Option<Upholds>,
-    /// Whether a notification has come since that was asked of what is being written.
-    notified: bool,
+    upholds: Option<Arc<dyn Upholds>>,
+    /// As of which change that was asked of what is being written.
+    upheld_as_of: u64,
     answering: JoinSet<Result<Response, ServerError>>,
     /// The peer's requests that are being answered.
     asked: HashMap<tokio::task::Id, Asked>,
@@ -221,7 +221,7 @@ impl Driver {
             handler,
             taken_back,
             upholds,
-            notified: false,
+            upheld_as_of: 0,
             answering: JoinSet::new(),
             asked: HashMap::new(),
             done: Vec::new(),
@@ -320,8 +320,8 @@ impl Driver {
         if self.out.flushing && !self.poll_flush(cx) {
             return self.draining.is_some();
         }
-        let changed = mem::take(&mut self.notified) && self.upholds.is_some();
         if !self.out.is_done() {
+            let changed = self.has_changed();
             self.take_again(changed);
         }
         let progress = self.offer(cx);
@@ -460,10 +460,16 @@ impl Driver {
         let request = &exchange.request;
         match &self.upholds {
             Some(upholds) if request.context().basis() == Basis::TrustedAnnotation => {
-                upholds(request) || off!(Annotation)
+                upholds.upholds(request) || off!(Annotation)
             }
             _ => true,
         }
+    }
+
+    /// Whether calls may be taken for something else than when that was asked last.
+    fn has_changed(&mut self) -> bool {
+        let Some(changes) = self.upholds.as_ref().map(|upholds| upholds.changes()) else { return false };
+        mem::replace(&mut self.upheld_as_of, changes) != changes
     }
 
     /// Why it must not be begun with, if it must not.
@@ -709,7 +715,6 @@ impl Driver {
     }
 
     fn notification(&mut self, notification: Notification) {
-        self.notified = true;
         if let Some(id) = self.taken_back.and_then(|id| id(&notification)) {
             // Nobody waits for the answer, and its place is another's.
             self.asked.retain(|_, asked| {

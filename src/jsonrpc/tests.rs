@@ -5,7 +5,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
     time::Duration,
@@ -18,7 +18,7 @@ use tokio::{
 };
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task::Spawn};
 
-use super::{Builder, Client, Process, Request, ResponseFuture, exchange::Exchange};
+use super::{Builder, Client, Process, Request, ResponseFuture, Upholds, exchange::Exchange};
 use crate::{
     Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Evidence, Exit,
     Refusal, Scope, connection::Connection, event::Events, write_safety::Fence,
@@ -436,6 +436,32 @@ async fn what_lies_in_the_transports_own_buffer_is_marked_when_it_is_flushed() {
     assert_eq!(client.in_flight(), 0);
 }
 
+/// Whether trusted annotations hold, except for one that always does.
+#[derive(Default)]
+struct Word {
+    is_taken_back: AtomicBool,
+    changes: AtomicU64,
+    asked: AtomicUsize,
+}
+
+impl Word {
+    fn take_back(&self) {
+        self.is_taken_back.store(true, Ordering::Relaxed);
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Upholds for Word {
+    fn upholds(&self, request: &Request) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        request.method() == "other" || !self.is_taken_back.load(Ordering::Relaxed)
+    }
+
+    fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+}
+
 /// A read by a trusted annotation.
 fn trusted(method: &'static str) -> Request {
     let mut request = request(method);
@@ -453,26 +479,20 @@ fn is_refused(call: &mut Spawn<ResponseFuture>) -> bool {
 async fn a_trusted_annotation_is_asked_for_when_a_calls_turn_to_be_written_has_come() {
     for kind in [Effect::ReadOnly, Effect::Idempotent] {
         let wire = Wire::new();
-        let holds = Arc::new(AtomicBool::new(true));
-        let said = holds.clone();
-        let asked = Arc::new(AtomicUsize::new(0));
-        let count = asked.clone();
-        let client = wire.connect(Client::builder().upheld_by(move |request| {
-            count.fetch_add(1, Ordering::Relaxed);
-            request.method() == "other" || said.load(Ordering::Relaxed)
-        }));
+        let word = Arc::new(Word::default());
+        let client = wire.connect(Client::builder().upheld_by(word.clone()));
         let length = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"big\",\"params\":[\"\"]}\n".len() + 20_000;
         let _stalled = start(&client, big(20_000)).await;
         let (mut one, activity) = watched(trusted("one"));
         one.context_mut().stamp(kind, Basis::TrustedAnnotation);
         let (mut one, mut other) = (start_now(&client, one), start_now(&client, trusted("other")));
         let mut own = start(&client, request("own").read_only()).await;
-        holds.store(false, Ordering::Relaxed);
+        word.take_back();
         wire.accept(length).await;
         assert!(is_refused(&mut one));
         assert!(activity.was_withdrawn() && !is_sent(&activity));
         // Of whom only the annotation speaks, and not of those that somebody else judged.
-        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        assert_eq!(word.asked.load(Ordering::Relaxed), 2);
         wire.accept(usize::MAX / 2).await;
         assert!(wire.written().ends_with(&(frame(2, "other") + &frame(3, "own"))));
         assert!(!wire.written().contains("one"));
@@ -487,10 +507,8 @@ async fn a_trusted_annotation_is_asked_for_when_a_calls_turn_to_be_written_has_c
 async fn what_is_not_upheld_is_taken_out_of_the_buffer_unless_the_transport_may_have_a_copy() {
     for exact in [false, true] {
         let wire = Wire::new();
-        let holds = Arc::new(AtomicBool::new(true));
-        let said = holds.clone();
-        let builder = Client::builder().upheld_by(move |_| said.load(Ordering::Relaxed));
-        let client = wire.connect(if exact { builder.exact_writes() } else { builder });
+        let word = Arc::new(Word::default());
+        let client = wire.connect(built(exact).upheld_by(word.clone()));
         let mut calls = [
             start_now(&client, request("own")),
             start_now(&client, trusted("begun")),
@@ -502,9 +520,10 @@ async fn what_is_not_upheld_is_taken_out_of_the_buffer_unless_the_transport_may_
         settle().await;
         assert_eq!(client.queue_len(), 0);
         wire.accept(frame(1, "own").len() + 1).await;
-        holds.store(false, Ordering::Relaxed);
-        // Some word of the peer has to come before that is looked at again.
-        wire.send(r#"{"method":"changed"}"#).await;
+        // However that became known: whatever has the connection's task look at its buffer again.
+        word.take_back();
+        wire.set(|_| {});
+        settle().await;
         let refused: Vec<_> = calls.iter_mut().map(|call| call.is_woken() && is_refused(call)).collect();
         assert_eq!(refused, [false, false, exact, false, exact]);
         wire.accept(usize::MAX / 2).await;
