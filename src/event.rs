@@ -180,8 +180,12 @@ pub struct LateAnswer {
     /// Its method.
     pub method: String,
     /// The fence that had said that this attempt cannot land. It does not hold: whatever it rests on is not
-    /// true, and the write may have been applied twice.
+    /// true, and the write may have been applied twice. If it [`may_be_error`](Self::may_be_error), only perhaps.
     pub violated: Option<Fence>,
+    /// Whether it may be an error all the same: of an answer above the limit of a line only the start was read, and its
+    /// `result` may be the `null` that some servers write beside an error. An error that is known to be one is no late
+    /// success, whatever its size.
+    pub may_be_error: bool,
 }
 
 type Sink = dyn Fn(Event<'_>) + Send + Sync;
@@ -391,6 +395,9 @@ fn trace(event: Event<'_>) {
             tracing::warn!(target: "goaround", method = %r.method, "write abandoned by its caller after it was handed over");
         }
         Event::LateAnswer(r) => match &r.violated {
+            Some(fence) if r.may_be_error => {
+                tracing::error!(target: "goaround", method = %r.method, %fence, "fence perhaps violated: a replaced attempt was answered, and its answer cannot be read");
+            }
             Some(fence) => {
                 tracing::error!(target: "goaround", method = %r.method, %fence, "fence violated: a replaced attempt succeeded");
             }
@@ -420,7 +427,7 @@ mod tests {
         assert!(!are_one(&events, &events.clone()));
         assert!(!are_one(&events, &inner));
         assert!(are_one(&inner, &inner.clone()));
-        let late = LateAnswer { call: None, method: "put".into(), violated: None };
+        let late = LateAnswer { call: None, method: "put".into(), violated: None, may_be_error: false };
         for events in [events.clone(), inner.clone(), inner] {
             events.emit(Event::LateAnswer(&late));
         }

@@ -23,8 +23,13 @@ use crate::{Closure, Exit, connection::BoxFuture};
 /// Makes the notification that tells the peer that nobody waits for an answer any more.
 pub(super) type Cancel = Arc<dyn Fn(u64, &str) -> Option<Request> + Send + Sync>;
 
-/// Whether what a call was taken for by a trusted annotation still holds.
-pub(super) type Upholds = Arc<dyn Fn(&Request) -> bool + Send + Sync>;
+/// Who knows whether what a call was taken for by a trusted annotation still holds.
+pub(crate) trait Upholds: Send + Sync {
+    fn upholds(&self, request: &Request) -> bool;
+
+    /// How often that may have become another answer.
+    fn changes(&self) -> u64;
+}
 
 /// Which of its requests the peer takes back by that notification: the id as it stood on the wire.
 pub(super) type TakenBack = fn(&Notification) -> Option<Box<str>>;
@@ -42,7 +47,7 @@ pub struct Builder {
     pub(super) probe: Option<(Request, Duration)>,
     pub(super) cancel: Option<Cancel>,
     pub(super) taken_back: Option<TakenBack>,
-    pub(super) upholds: Option<Upholds>,
+    pub(super) upholds: Option<Arc<dyn Upholds>>,
     pub(super) process: Option<Process>,
     pub(super) dropped_answers: Option<Arc<AtomicU64>>,
     pub(super) ignored: Option<Arc<AtomicU64>>,
@@ -104,8 +109,8 @@ impl Builder {
     /// fails or has to wait: true of pipes and sockets, not of TLS and other layers that buffer, nor of the
     /// pipes of child processes on Windows.
     ///
-    /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy:
-    /// at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
+    /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy, and
+    /// sent it: an answer to it counts from then on, and at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
     /// of it, and one that was cut at a closure is provably not processed: it may be handed over again, also if it is a
     /// write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
     /// lies in this client's buffer. A false declaration repeats writes.
@@ -169,11 +174,10 @@ impl Builder {
     }
 
     /// Who is asked, when a call's turn to be written has come, whether the trusted annotation that it was judged by
-    /// still holds, and again after each notification as long as it is not begun. One that does not hold
-    /// is withdrawn ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything
+    /// still holds, and again after each change as long as it is not begun. One that does not hold is withdrawn ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything
     /// else are not asked about.
-    pub(crate) fn upheld_by(mut self, upholds: impl Fn(&Request) -> bool + Send + Sync + 'static) -> Self {
-        self.upholds = Some(Arc::new(upholds));
+    pub(crate) fn upheld_by(mut self, upholds: Arc<dyn Upholds>) -> Self {
+        self.upholds = Some(upholds);
         self
     }
 

@@ -18,6 +18,15 @@ pub(crate) enum Piece {
     TooLongAnswer(u64),
 }
 
+/// What an answer above the limit is, as far as it was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Said {
+    Result,
+    Error,
+    /// It has a `result` that may be `null`, as some peers write beside an error.
+    Unknown,
+}
+
 /// Splits at newlines, incrementally: no byte is looked at twice.
 #[derive(Debug)]
 pub(crate) struct Lines {
@@ -31,6 +40,11 @@ pub(crate) struct Lines {
 impl Lines {
     pub(crate) fn new(max: usize) -> Self {
         Self { max, scanned: 0, skipping: None }
+    }
+
+    /// What the answer above the limit is that was found last.
+    pub(crate) fn said(&self) -> Said {
+        self.skipping.as_ref().and_then(|scanner| scanner.said).unwrap_or(Said::Unknown)
     }
 
     /// Reads on in a line that is too long, up to its end, or up to an answer's id.
@@ -96,6 +110,9 @@ impl Decoder for Lines {
         }
         self.scanned = 0;
         match self.skipping.take() {
+            Some(Scanner { id: Id::Own(id), key: Some(Key::Result | Key::Error), asks: false, .. }) => {
+                Ok(Some(Piece::TooLongAnswer(id)))
+            }
             Some(scanner) => Ok((!scanner.told).then_some(Piece::TooLong)),
             None => Ok(filled(bytes.split())),
         }
@@ -111,7 +128,7 @@ fn filled(mut line: BytesMut) -> Option<Piece> {
 
 /// Finds the top-level `id` of answers in JSON that flows by, in bounded memory: servers may put it last.
 ///
-/// An answer has a `result` or an `error` and no `method`. A key that is written with escapes is not seen,
+/// An answer has a `result`, or an `error` that is not `null`, and no `method`. A key that is written with escapes is not seen,
 /// which can only lose an answer, never make one: both keys are needed. As in a short line, what is in no JSON is
 /// no answer: a line that begins or goes on with anything else, such as one of a log, is one to its end.
 #[derive(Debug, Default)]
@@ -131,7 +148,8 @@ struct Scanner {
     /// Between the elements of a batch: whether one may begin.
     element_next: bool,
     id: Id,
-    answers: bool,
+    /// That it is an answer, from the first byte on of what it says.
+    said: Option<Said>,
     asks: bool,
     /// Whether any answer has been found in this line.
     told: bool,
@@ -141,7 +159,8 @@ struct Scanner {
 enum Key {
     Id,
     Method,
-    Answer,
+    Result,
+    Error,
     Other,
 }
 
@@ -162,7 +181,10 @@ pub(crate) fn begins_an_answer(bytes: &[u8], to: u64) -> bool {
     let mut scanner = Scanner::default();
     match scanner.read(bytes) {
         (_, Some(id)) => id == to,
-        (_, None) => scanner.answers && !scanner.asks && scanner.id == Id::None,
+        (_, None) => {
+            let answers = scanner.said.is_some() || matches!(scanner.key, Some(Key::Result | Key::Error));
+            answers && !scanner.asks && (scanner.id == Id::None || scanner.id == Id::Own(to))
+        }
     }
 }
 
@@ -204,7 +226,7 @@ impl Scanner {
             self.step(bytes[at]);
             at += 1;
             if let Id::Own(id) = self.id
-                && self.answers
+                && self.said.is_some()
                 && !self.asks
             {
                 (self.id, self.told) = (Id::Told, true);
@@ -236,6 +258,9 @@ impl Scanner {
                 _ => {}
             }
             return;
+        }
+        if here && self.token.len == 0 {
+            self.begin_value(byte);
         }
         match byte {
             b'"' => {
@@ -307,7 +332,7 @@ impl Scanner {
         if self.depth == self.base {
             // An element that is an array is no message, whatever it holds.
             self.id = if byte == b'{' { Id::None } else { Id::Foreign };
-            (self.answers, self.asks) = (false, false);
+            (self.said, self.asks) = (None, false);
             (self.key, self.key_next) = (None, true);
             self.token.len = 0;
         }
@@ -317,12 +342,23 @@ impl Scanner {
         let key = match self.token.take() {
             Some(br#""id""#) => Key::Id,
             Some(br#""method""#) => Key::Method,
-            Some(br#""result""# | br#""error""#) => Key::Answer,
+            Some(br#""result""#) => Key::Result,
+            Some(br#""error""#) => Key::Error,
             _ => Key::Other,
         };
-        self.answers |= key == Key::Answer;
         self.asks |= key == Key::Method;
         self.key = Some(key);
+    }
+
+    /// A value begins with that byte, if it is none between two.
+    fn begin_value(&mut self, byte: u8) {
+        let said = match (self.key, byte) {
+            (Some(Key::Result), b'n') => self.said.unwrap_or(Said::Unknown),
+            (Some(Key::Result), b'{' | b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f') => Said::Result,
+            (Some(Key::Error), b'{' | b'[' | b'"' | b'-' | b'0'..=b'9' | b't' | b'f') => Said::Error,
+            _ => return,
+        };
+        self.said = Some(said);
     }
 
     fn end_value(&mut self) {
@@ -399,6 +435,26 @@ mod tests {
     }
 
     #[test]
+    fn what_a_long_answer_is_is_known_unless_its_result_may_be_the_null_beside_an_error() {
+        let pad = "x".repeat(50);
+        for (text, said) in [
+            (format!(r#"{{"id":7,"result":"{pad}"}}"#), Said::Result),
+            (format!(r#"{{"result":["{pad}"],"id":7}}"#), Said::Result),
+            (format!(r#"{{"error":null,"id":7,"result" : "{pad}"}}"#), Said::Result),
+            (format!(r#"{{"id":7,"error":{{"message":"{pad}"}}}}"#), Said::Error),
+            (format!(r#"{{"error":"{pad}","result":null,"id":7}}"#), Said::Error),
+            (format!(r#"{{"result":null,"error":"{pad}","id":7}}"#), Said::Error),
+            (format!(r#"{{"id":7,"result":null,"error":"{pad}"}}"#), Said::Unknown),
+            (format!(r#"{{"result":null,"id":7,"pad":"{pad}"}}"#), Said::Unknown),
+        ] {
+            let mut lines = Lines::new(20);
+            let mut bytes = BytesMut::from(&*text);
+            assert_eq!(lines.decode(&mut bytes).unwrap(), Some(Piece::TooLongAnswer(7)), "{text}");
+            assert_eq!(lines.said(), said, "{text}");
+        }
+    }
+
+    #[test]
     fn the_id_is_told_before_the_line_ends() {
         let mut lines = Lines::new(20);
         let mut bytes = BytesMut::from(&br#"{"id":7,"result":"aaaaaaaaaaaaaaaaaaaaaaaaa"#[..]);
@@ -418,6 +474,7 @@ mod tests {
             format!(r#"{{"id":7,"method":"m","result":"{pad}"}}"#),
             format!(r#"{{"method":"m","params":{{"result":1}},"id":7,"pad":"{pad}"}}"#),
             format!(r#"{{"id":7,"pad":"{pad}"}}"#),
+            format!(r#"{{"id":7,"error":null,"pad":"{pad}"}}"#),
             format!(r#"{{"id":7,"id":8,"result":"{pad}"}}"#),
             format!(r#"{{"id":null,"result":"{pad}"}}"#),
             format!(r#"{{"id":7.0,"result":"{pad}"}}"#),

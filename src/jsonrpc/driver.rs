@@ -27,7 +27,7 @@ use super::{
     Builder, Notification, Response, ServerRequest,
     builder::{Cancel, TakenBack, Upholds},
     client::{Note, Shared, named},
-    codec::{Lines, Piece},
+    codec::{Lines, Piece, Said},
     exchange::{Exchange, Outcome},
     handler::{AnyHandler, internal, not_found},
     message::{Batch, Incoming, LISTEN, Odd, write_answer},
@@ -93,15 +93,15 @@ pub(super) struct Driver {
     /// Frames of our own: answers, cancellations, probes.
     own: VecDeque<Own>,
     last_id: u64,
-    /// Calls whose frames are written.
+    /// Calls whose frames are written, or may be.
     pending: Pending,
     remembered: Remembered,
     cancel: Option<Cancel>,
     handler: Option<Arc<dyn AnyHandler>>,
     taken_back: Option<TakenBack>,
-    upholds: Option<Upholds>,
-    /// Whether a notification has come since that was asked of what is being written.
-    notified: bool,
+    upholds: Option<Arc<dyn Upholds>>,
+    /// As of which change that was asked of what is being written.
+    upheld_as_of: u64,
     answering: JoinSet<Result<Response, ServerError>>,
     /// The peer's requests that are being answered.
     asked: HashMap<tokio::task::Id, Asked>,
@@ -221,7 +221,7 @@ impl Driver {
             handler,
             taken_back,
             upholds,
-            notified: false,
+            upheld_as_of: 0,
             answering: JoinSet::new(),
             asked: HashMap::new(),
             done: Vec::new(),
@@ -277,7 +277,8 @@ impl Driver {
         self.withdraw(exchange);
         let unanswered = self.forget(exchange)
             || self.remembered.knows(exchange.id())
-            || self.out.begun().any(|mark| Arc::ptr_eq(&mark.exchange, exchange));
+            // One that was entered is among those, unless it has been answered.
+            || self.out.begun().any(|mark| !mark.entered && Arc::ptr_eq(&mark.exchange, exchange));
         if !unanswered || self.own.len() >= MAX_OWN || self.draining.is_some() {
             return;
         }
@@ -319,12 +320,13 @@ impl Driver {
         if self.out.flushing && !self.poll_flush(cx) {
             return self.draining.is_some();
         }
-        let changed = mem::take(&mut self.notified) && self.upholds.is_some();
         if !self.out.is_done() {
+            let changed = self.has_changed();
             self.take_again(changed);
         }
         let progress = self.offer(cx);
         self.out.put_back(self.limits.exact_writes);
+        self.enter_what_was_shown();
         if self.draining.is_none() {
             self.poll_flush(cx);
         }
@@ -458,10 +460,16 @@ impl Driver {
         let request = &exchange.request;
         match &self.upholds {
             Some(upholds) if request.context().basis() == Basis::TrustedAnnotation => {
-                upholds(request) || off!(Annotation)
+                upholds.upholds(request) || off!(Annotation)
             }
             _ => true,
         }
+    }
+
+    /// Whether calls may be taken for something else than when that was asked last.
+    fn has_changed(&mut self) -> bool {
+        let Some(changes) = self.upholds.as_ref().map(|upholds| upholds.changes()) else { return false };
+        mem::replace(&mut self.upheld_as_of, changes) != changes
     }
 
     /// Why it must not be begun with, if it must not.
@@ -555,6 +563,21 @@ impl Driver {
             }
             if let Some(mark) = self.out.marks.pop_front() {
                 self.out.unmarked.push(mark.exchange);
+            }
+        }
+    }
+
+    /// The transport may have sent what it was offered, and say later that it has accepted it: an answer to that counts.
+    fn enter_what_was_shown(&mut self) {
+        let Out { accepted, shown, .. } = self.out;
+        if shown <= accepted {
+            return;
+        }
+        for at in 0..self.out.begun().count() {
+            let mark = &mut self.out.marks[at];
+            if !mem::replace(&mut mark.entered, true) && mark.exchange.answered {
+                let exchange = mark.exchange.clone();
+                self.enter(exchange);
             }
         }
     }
@@ -664,7 +687,11 @@ impl Driver {
                     let error = named(error, &exchange.request);
                     self.done.push((exchange, Err(error)));
                 } else if let Some(late) = self.remembered.remove(id) {
-                    late.emit();
+                    match self.lines.said() {
+                        Said::Result => late.emit(),
+                        Said::Error => {}
+                        Said::Unknown => late.report(true),
+                    }
                 } else {
                     self.ignore(&"a line above the limit, an answer to no call");
                 }
@@ -688,7 +715,6 @@ impl Driver {
     }
 
     fn notification(&mut self, notification: Notification) {
-        self.notified = true;
         if let Some(id) = self.taken_back.and_then(|id| id(&notification)) {
             // Nobody waits for the answer, and its place is another's.
             self.asked.retain(|_, asked| {
@@ -804,7 +830,7 @@ impl Driver {
         let now = Instant::now();
         let patience = now + PATIENCE;
         let written = self.pending.values();
-        let begun = self.out.marks.iter().map(|mark| &mark.exchange);
+        let begun = self.out.marks.iter().filter(|mark| !mark.entered).map(|mark| &mark.exchange);
         let calls: Vec<_> = written
             .chain(begun)
             .filter(|exchange| exchange.answered && !exchange.is_given_up())
@@ -826,8 +852,9 @@ impl Driver {
         let now = Instant::now();
         let (pending, marks) = (&self.pending, &self.out.marks);
         doomed.calls.retain(|(id, until)| {
-            // What is cut, and given up, ends nothing later.
-            let is_cut = |mark: &Mark| mark.exchange.id() == *id && !mark.exchange.is_given_up();
+            // What is cut, and given up, ends nothing later; nor does what has been answered before it was accepted.
+            let is_cut =
+                |mark: &Mark| !mark.entered && mark.exchange.id() == *id && !mark.exchange.is_given_up();
             *until > now && (pending.contains_key(id) || marks.iter().any(is_cut))
         });
         let Some(last) = doomed.calls.iter().map(|(_, until)| *until).max() else {
@@ -884,11 +911,13 @@ impl Driver {
             (closure, mem::take(&mut state.queue), mem::take(&mut state.notes))
         };
         drop(notes);
-        // Politely where that takes no time. From here on not one byte is written.
-        if let Some(cx) = cx {
-            let _ = io.as_mut().poll_shutdown(cx);
+        // Politely where that takes no time. From here on not one byte is written. A transport that panics must not cost
+        // its calls what is known of them, nor others the closure.
+        let shut = catch_unwind(AssertUnwindSafe(|| cx.map(|cx| io.as_mut().poll_shutdown(cx)).is_some()));
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(io)));
+        if shut.is_err() || dropped.is_err() {
+            tracing::warn!(target: "goaround", "a transport panicked when it was closed");
         }
-        drop(io);
         self.shared.publish(closure.clone());
 
         for exchange in queue {
@@ -1112,13 +1141,18 @@ impl Late {
         }
     }
 
-    /// Reports the success. Whoever listens is foreign code: its panic must not cost other calls their
-    /// answers.
+    /// Reports the success.
     pub(crate) fn emit(self) {
+        self.report(false);
+    }
+
+    /// Whoever listens is foreign code: its panic must not cost other calls their answers.
+    fn report(self, may_be_error: bool) {
         let late = LateAnswer {
             call: self.call,
             method: self.method.into_owned(),
             violated: self.activity.and_then(|activity| activity.replaced_by_fence()),
+            may_be_error,
         };
         let events = self.events;
         let emitted = catch_unwind(AssertUnwindSafe(|| events.emit(Event::LateAnswer(&late))));

@@ -42,7 +42,7 @@ mod route;
 mod tests;
 
 pub use builder::Builder;
-pub(crate) use builder::Process;
+pub(crate) use builder::{Process, Upholds};
 #[cfg(feature = "rmcp")]
 pub(crate) use client::ProcessFacts;
 pub(crate) use client::WeakClient;

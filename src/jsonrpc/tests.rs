@@ -5,7 +5,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
     time::Duration,
@@ -18,7 +18,7 @@ use tokio::{
 };
 use tokio_test::{assert_pending, assert_ready, assert_ready_err, assert_ready_ok, task::Spawn};
 
-use super::{Builder, Client, Process, Request, ResponseFuture, exchange::Exchange};
+use super::{Builder, Client, Process, Request, ResponseFuture, Upholds, exchange::Exchange};
 use crate::{
     Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Evidence, Exit,
     Refusal, Scope, connection::Connection, event::Events, write_safety::Fence,
@@ -35,7 +35,6 @@ struct WireState {
     room: usize,
     /// What happens on another thread during the next write.
     meanwhile: Option<Box<dyn FnOnce() + Send>>,
-    write_panics: bool,
     /// Whether what is accepted waits in a buffer, and no flush comes to its end.
     holds_back: bool,
     written: Vec<u8>,
@@ -45,7 +44,8 @@ struct WireState {
     input: Vec<u8>,
     read_error: Option<io::ErrorKind>,
     eof: bool,
-    panics: bool,
+    /// Which of its functions panic.
+    panics: &'static [&'static str],
     closed: bool,
     wakers: Vec<Waker>,
 }
@@ -102,8 +102,9 @@ impl Wire {
         String::from_utf8(self.0.lock().unwrap().written.clone()).unwrap()
     }
 
-    fn panics(&self) -> bool {
-        self.0.lock().unwrap().panics
+    fn called(&self, function: &str) {
+        let panics = self.lock().panics.contains(&function);
+        assert!(!panics, "as tested");
     }
 
     fn is_closed(&self) -> bool {
@@ -119,7 +120,7 @@ struct Io(Wire);
 
 impl AsyncRead for Io {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        assert!(!self.0.panics(), "as tested");
+        self.0.called("read");
         let mut state = self.0.0.lock().unwrap();
         if !state.input.is_empty() {
             let count = state.input.len().min(buf.remaining());
@@ -143,13 +144,10 @@ impl AsyncWrite for Io {
         if let Some(meanwhile) = self.0.lock().meanwhile.take() {
             meanwhile();
         }
+        self.0.called("write");
         let mut state = self.0.lock();
         if let Some(error) = state.write_error {
             return Poll::Ready(Err(error.into()));
-        }
-        if state.write_panics {
-            drop(state);
-            panic!("as tested");
         }
         let count = bytes.len().min(state.room);
         if count == 0 {
@@ -163,6 +161,7 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.called("flush");
         let mut state = self.0.0.lock().unwrap();
         if let Some(error) = state.write_error {
             return Poll::Ready(Err(error.into()));
@@ -175,13 +174,15 @@ impl AsyncWrite for Io {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.called("shutdown");
         Poll::Ready(Ok(()))
     }
 }
 
 impl Drop for Io {
     fn drop(&mut self) {
-        self.0.0.lock().unwrap().closed = true;
+        self.0.lock().closed = true;
+        self.0.called("drop");
     }
 }
 
@@ -435,6 +436,32 @@ async fn what_lies_in_the_transports_own_buffer_is_marked_when_it_is_flushed() {
     assert_eq!(client.in_flight(), 0);
 }
 
+/// Whether trusted annotations hold, except for one that always does.
+#[derive(Default)]
+struct Word {
+    is_taken_back: AtomicBool,
+    changes: AtomicU64,
+    asked: AtomicUsize,
+}
+
+impl Word {
+    fn take_back(&self) {
+        self.is_taken_back.store(true, Ordering::Relaxed);
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Upholds for Word {
+    fn upholds(&self, request: &Request) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        request.method() == "other" || !self.is_taken_back.load(Ordering::Relaxed)
+    }
+
+    fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+}
+
 /// A read by a trusted annotation.
 fn trusted(method: &'static str) -> Request {
     let mut request = request(method);
@@ -452,26 +479,20 @@ fn is_refused(call: &mut Spawn<ResponseFuture>) -> bool {
 async fn a_trusted_annotation_is_asked_for_when_a_calls_turn_to_be_written_has_come() {
     for kind in [Effect::ReadOnly, Effect::Idempotent] {
         let wire = Wire::new();
-        let holds = Arc::new(AtomicBool::new(true));
-        let said = holds.clone();
-        let asked = Arc::new(AtomicUsize::new(0));
-        let count = asked.clone();
-        let client = wire.connect(Client::builder().upheld_by(move |request| {
-            count.fetch_add(1, Ordering::Relaxed);
-            request.method() == "other" || said.load(Ordering::Relaxed)
-        }));
+        let word = Arc::new(Word::default());
+        let client = wire.connect(Client::builder().upheld_by(word.clone()));
         let length = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"big\",\"params\":[\"\"]}\n".len() + 20_000;
         let _stalled = start(&client, big(20_000)).await;
         let (mut one, activity) = watched(trusted("one"));
         one.context_mut().stamp(kind, Basis::TrustedAnnotation);
         let (mut one, mut other) = (start_now(&client, one), start_now(&client, trusted("other")));
         let mut own = start(&client, request("own").read_only()).await;
-        holds.store(false, Ordering::Relaxed);
+        word.take_back();
         wire.accept(length).await;
         assert!(is_refused(&mut one));
         assert!(activity.was_withdrawn() && !is_sent(&activity));
         // Of whom only the annotation speaks, and not of those that somebody else judged.
-        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        assert_eq!(word.asked.load(Ordering::Relaxed), 2);
         wire.accept(usize::MAX / 2).await;
         assert!(wire.written().ends_with(&(frame(2, "other") + &frame(3, "own"))));
         assert!(!wire.written().contains("one"));
@@ -486,10 +507,8 @@ async fn a_trusted_annotation_is_asked_for_when_a_calls_turn_to_be_written_has_c
 async fn what_is_not_upheld_is_taken_out_of_the_buffer_unless_the_transport_may_have_a_copy() {
     for exact in [false, true] {
         let wire = Wire::new();
-        let holds = Arc::new(AtomicBool::new(true));
-        let said = holds.clone();
-        let builder = Client::builder().upheld_by(move |_| said.load(Ordering::Relaxed));
-        let client = wire.connect(if exact { builder.exact_writes() } else { builder });
+        let word = Arc::new(Word::default());
+        let client = wire.connect(built(exact).upheld_by(word.clone()));
         let mut calls = [
             start_now(&client, request("own")),
             start_now(&client, trusted("begun")),
@@ -501,9 +520,10 @@ async fn what_is_not_upheld_is_taken_out_of_the_buffer_unless_the_transport_may_
         settle().await;
         assert_eq!(client.queue_len(), 0);
         wire.accept(frame(1, "own").len() + 1).await;
-        holds.store(false, Ordering::Relaxed);
-        // Some word of the peer has to come before that is looked at again.
-        wire.send(r#"{"method":"changed"}"#).await;
+        // However that became known: whatever has the connection's task look at its buffer again.
+        word.take_back();
+        wire.set(|_| {});
+        settle().await;
         let refused: Vec<_> = calls.iter_mut().map(|call| call.is_woken() && is_refused(call)).collect();
         assert_eq!(refused, [false, false, exact, false, exact]);
         wire.accept(usize::MAX / 2).await;
@@ -746,7 +766,7 @@ async fn a_closure_hands_back_what_lies_in_the_buffer_and_was_not_begun() {
                     "a failing write" => {
                         wire.set(|state| state.write_error = Some(io::ErrorKind::BrokenPipe))
                     }
-                    _ => wire.set(|state| state.panics = true),
+                    _ => wire.set(|state| state.panics = &["read"]),
                 }
                 settle().await;
                 advance(Duration::from_millis(51)).await;
@@ -779,7 +799,7 @@ async fn a_closure_hands_back_what_lies_in_the_buffer_and_was_not_begun() {
 #[tokio::test(start_paused = true)]
 async fn a_write_that_panics_has_not_said_what_it_accepted() {
     let wire = Wire::new();
-    wire.set(|state| state.write_panics = true);
+    wire.set(|state| state.panics = &["write"]);
     let client = wire.connect(Client::builder().exact_writes());
     let (one, marks) = watched(request("one"));
     let mut one = start_now(&client, one);
@@ -787,6 +807,40 @@ async fn a_write_that_panics_has_not_said_what_it_accepted() {
     let mut error = failed(&mut one);
     assert_eq!(error.delivery(), Delivery::Ambiguous);
     assert!(!handed_back(&mut error) && !marks.was_withdrawn());
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_of_a_transport_panics_each_call_ends_with_what_is_known_of_it_and_the_connection_too() {
+    for panics in [
+        &["read"][..],
+        &["read", "drop"],
+        &["write"],
+        &["write", "drop"],
+        &["flush"],
+        &["flush", "drop"],
+        &["shutdown"],
+        &["drop"],
+        &["shutdown", "drop"],
+    ] {
+        let wire = Wire::new();
+        // What is behind a flush has not been offered.
+        wire.hold_back(panics.contains(&"flush")).await;
+        wire.accept(frame(1, "one").len()).await;
+        let client = wire.connect(Client::builder().exact_writes());
+        let mut one = start(&client, request("one")).await;
+        let mut two = start(&client, request("two")).await;
+        let mut closed = tokio_test::task::spawn(client.closed());
+        assert_pending!(closed.poll());
+        wire.set(|state| state.panics = panics);
+        settle().await;
+        wire.eof().await;
+        assert_eq!(failed(&mut one).delivery(), Delivery::Ambiguous, "{panics:?}");
+        let mut error = failed(&mut two);
+        let expected = if panics.contains(&"write") { Delivery::Ambiguous } else { Delivery::NotSent };
+        assert_eq!((error.delivery(), handed_back(&mut error)), (expected, expected == Delivery::NotSent));
+        assert_eq!(assert_ready!(closed.poll()).in_flight(), 2);
+        assert!(wire.is_closed() && client.closure().is_some());
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -1038,6 +1092,36 @@ async fn late_answers_are_reported_once_and_name_the_fence_that_does_not_hold() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_told_is_said_to_be_so() {
+    let pad = "x".repeat(200);
+    for (answer, expected) in [
+        (format!(r#"{{"id":1,"error":{{"code":1,"message":"{pad}"}}}}"#), None),
+        (format!(r#"{{"error":{{"code":1,"message":"{pad}"}},"id":1}}"#), None),
+        (format!(r#"{{"id":1,"result":"{pad}"}}"#), Some(false)),
+        (format!(r#"{{"id":1,"result":null,"error":{{"message":"{pad}"}}}}"#), Some(true)),
+    ] {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let wire = Wire::open();
+        let client = wire.connect(Client::builder().max_line(100));
+        let (mut replaced, activity) = watched(request("replaced"));
+        let told = seen.clone();
+        replaced.context_mut().events = Events::to(move |event| {
+            if let Event::LateAnswer(late) = event {
+                told.lock().unwrap().push((late.may_be_error, late.violated.is_some()));
+            }
+        });
+        let replaced = start(&client, replaced).await;
+        activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
+        drop(replaced);
+        settle().await;
+        wire.send(&answer).await;
+        let expected: Vec<_> = expected.into_iter().map(|may_be_error| (may_be_error, true)).collect();
+        assert_eq!(*seen.lock().unwrap(), expected, "{answer}");
+        assert_eq!(client.ignored(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_answer_that_nobody_took_is_a_late_one() {
     let seen = Seen::default();
     let wire = Wire::open();
@@ -1069,7 +1153,7 @@ async fn the_last_thousand_calls_are_remembered() {
 #[tokio::test(start_paused = true)]
 async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
     let wire = Wire::new();
-    let client = wire.connect(Client::builder());
+    let client = wire.connect(Client::builder().exact_writes());
     let mut call = start(&client, request("one")).await;
     let length = frame(1, "one").len();
     wire.accept(length - 2).await;
@@ -1082,6 +1166,65 @@ async fn an_id_whose_frame_the_peer_cannot_have_read_is_not_answered() {
     assert_eq!(assert_ready_ok!(call.poll()).parse::<String>().unwrap(), "read");
     wire.accept(1).await;
     assert_eq!(wire.written(), frame(1, "one"));
+}
+
+/// Such a transport may send what it is offered and say later that it has accepted it, as one over a channel does.
+#[tokio::test(start_paused = true)]
+async fn where_copies_may_be_kept_an_answer_counts_from_when_its_frame_was_offered() {
+    let answers = "{\"id\":1,\"result\":1}\n{\"id\":2,\"result\":2}\n{\"id\":3,\"result\":3}";
+    for accepted in [0, 5] {
+        for closes in [false, true] {
+            let wire = Wire::new();
+            let client = wire.connect(Client::builder());
+            // The second one is not offered: somebody answers for what becomes of it, and it lies behind the first.
+            let requests = ["one", "two"].map(request);
+            let ([mut one, mut two], [first, second]) = in_one_buffer(&client, requests).await;
+            wire.accept(accepted).await;
+            wire.send(answers).await;
+            assert_eq!(assert_ready_ok!(one.poll()).raw().get(), "1");
+            assert_pending!(two.poll());
+            assert_eq!((client.ignored(), client.in_flight()), (2, 1));
+            // It is answered once.
+            wire.send(r#"{"id":1,"result":1}"#).await;
+            assert_eq!(client.ignored(), 3);
+            drop(one);
+            if closes {
+                wire.eof().await;
+                assert_eq!(failed(&mut two).delivery(), Delivery::NotSent);
+                assert_eq!(client.closure().unwrap().in_flight(), 1);
+                continue;
+            }
+            wire.accept(usize::MAX / 2).await;
+            assert_eq!(wire.written(), frame(1, "one") + &frame(2, "two"));
+            assert!(is_sent(&first) && is_sent(&second));
+            wire.send(answers).await;
+            assert_eq!(assert_ready_ok!(two.poll()).raw().get(), "2");
+            assert_eq!(client.in_flight(), 0);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_answered_before_it_was_accepted_does_not_postpone_the_end() {
+    let wire = Wire::new();
+    let client = judged(&wire);
+    let one = start(&client, request("one")).await;
+    wire.send(r#"{"id":1,"result":1}"#).await;
+    assert!(one.is_woken());
+    let mut late = start(&client, request("late").within(SECOND)).await;
+    // By now the callers know how often the peer has been heard.
+    let mut later = start(&client, request("later").within(2 * SECOND)).await;
+    advance(SECOND).await;
+    assert_ready_err!(late.poll());
+    settle().await;
+    advance(SECOND).await;
+    assert_ready_err!(later.poll());
+    settle().await;
+    assert!(client.closure().is_none());
+    advance(10 * SECOND).await;
+    settle().await;
+    assert!(client.closure().is_some());
+    drop(one);
 }
 
 #[tokio::test(start_paused = true)]
@@ -1186,7 +1329,7 @@ async fn a_panic_of_foreign_code_hangs_nobody() {
 
     // The transport itself: the connection is gone.
     let mut call = start(&client, request("one")).await;
-    wire.set(|state| state.panics = true);
+    wire.set(|state| state.panics = &["read"]);
     settle().await;
     assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
 }

@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -37,7 +40,11 @@ pub(crate) struct Catalog {
 /// What the server of one connection says of its tools: nothing from when it says that they have changed until they
 /// are listed anew.
 #[derive(Debug, Default)]
-pub(crate) struct Listed(Mutex<List>);
+pub(crate) struct Listed {
+    list: Mutex<List>,
+    /// How often another list, or none, has begun to count.
+    lists: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct List {
@@ -77,11 +84,16 @@ impl Listed {
         Arc::new(Annotation { tools: Arc::clone(self), tool, taken_for })
     }
 
+    /// How often that may have become another answer.
+    pub(crate) fn lists(&self) -> u64 {
+        self.lists.load(Ordering::Acquire)
+    }
+
     /// The server says that they have changed.
     pub(crate) fn changed(&self) {
         let mut list = self.lock();
         list.changes += 1;
-        list.catalog = Arc::default();
+        self.replace(&mut list, Arc::default());
     }
 
     /// A list of them is about to be read. What it finds is [`read`](Self::read) as of now.
@@ -93,12 +105,17 @@ impl Listed {
     pub(crate) fn read(&self, as_of: u64, catalog: Catalog) {
         let mut list = self.lock();
         if list.changes == as_of {
-            list.catalog = Arc::new(catalog);
+            self.replace(&mut list, Arc::new(catalog));
         }
     }
 
+    fn replace(&self, list: &mut List, catalog: Arc<Catalog>) {
+        list.catalog = catalog;
+        self.lists.fetch_add(1, Ordering::Release);
+    }
+
     fn lock(&self) -> MutexGuard<'_, List> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

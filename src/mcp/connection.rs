@@ -107,7 +107,7 @@ pub(super) async fn connect(
         let counted = Arc::clone(&unread);
         let with = Box::new(|builder: Builder| {
             let builder = builder.handler(inbox).taken_back_by(taken_back);
-            let builder = builder.upheld_by(move |request| words.upholds(request));
+            let builder = builder.upheld_by(words);
             builder.count_dropped_answers(dropped).count_ignored(ignored).count_unread(counted)
         });
         let opened = transport.open(with).await?;

@@ -32,7 +32,8 @@ use crate::{
     call::effect_of,
     connection::UnderWay,
     jsonrpc::{
-        Client, Handler, Notification, Request, Response, ResponseFuture, ServerRequest, WeakClient, own_id,
+        Client, Handler, Notification, Request, Response, ResponseFuture, ServerRequest, Upholds, WeakClient,
+        own_id,
     },
 };
 
@@ -637,12 +638,18 @@ pub(super) struct Wires {
     pub(super) calls: Arc<Calls>,
 }
 
-impl Wires {
+impl Upholds for Wires {
     /// Whether a call that was stamped by a trusted annotation still may do no more than that.
-    pub(super) fn upholds(&self, request: &Request) -> bool {
+    fn upholds(&self, request: &Request) -> bool {
         self.tools.upholds(tool_of(request).as_deref(), effect_of(request))
     }
 
+    fn changes(&self) -> u64 {
+        self.tools.lists()
+    }
+}
+
+impl Wires {
     fn is_acknowledged(&self, id: u64) -> bool {
         lock(&self.acknowledged).contains(&id)
     }

@@ -79,13 +79,6 @@ impl Server {
         message
     }
 
-    /// Shakes hands, and says what tools it has.
-    async fn lists(&mut self, tools: &[Value]) {
-        self.older("2025-11-25").await;
-        let asked = self.asked("tools/list").await;
-        self.answer(&asked, json!({ "tools": tools })).await;
-    }
-
     async fn initialized(&mut self, request: &Value, version: &str) {
         assert_eq!(request["method"], "initialize", "{request}");
         self.answer(request, initialized(version)).await;
@@ -1001,16 +994,21 @@ async fn pair_with_tools(
 ) -> (Connection, Server) {
     let connecting = lab.connect();
     let mut server = lab.server().await;
-    if version.has_handshake() {
-        server.older(version.as_str()).await;
-    } else {
-        server.modern().await;
-        let own = server.asked("subscriptions/listen").await;
-        assert_eq!(own["params"]["notifications"], json!({ "toolsListChanged": true }));
-        server.acknowledge(&own).await;
-    }
+    agree(&mut server, version).await;
     list_tools(&mut server, pages).await;
     (connecting.await.unwrap().unwrap(), server)
+}
+
+/// Agrees on the version, and is asked to tell of changed tools.
+async fn agree(server: &mut Server, version: ProtocolVersion) {
+    if version.has_handshake() {
+        server.older(version.as_str()).await;
+        return;
+    }
+    server.modern().await;
+    let own = server.asked("subscriptions/listen").await;
+    assert_eq!(own["params"]["notifications"], json!({ "toolsListChanged": true }));
+    server.acknowledge(&own).await;
 }
 
 async fn list_tools(server: &mut Server, pages: Vec<Vec<Value>>) {
@@ -1154,13 +1152,17 @@ async fn from_the_word_that_the_tools_have_changed_on_no_annotation_is_trusted_u
 }
 
 /// A stack that trusts annotations, over a pipe that holds little.
-async fn trusting_stack(tools: Vec<Value>) -> (Arc<Stack<Stdio, Request, Response>>, Server) {
-    let (stack, server, _) = trusting_stack_with(tools, RetryReadOnly.into(), |_| {}).await;
+async fn trusting_stack(
+    version: ProtocolVersion,
+    tools: Vec<Value>,
+) -> (Arc<Stack<Stdio, Request, Response>>, Server) {
+    let (stack, server, _) = trusting_stack_with(version, tools, RetryReadOnly.into(), |_| {}).await;
     (stack, server)
 }
 
 /// With the servers that come later.
 async fn trusting_stack_with(
+    version: ProtocolVersion,
     tools: Vec<Value>,
     retry: RetryReadOnlyLayer,
     events: impl Fn(Event<'_>) + Send + Sync + 'static,
@@ -1172,13 +1174,14 @@ async fn trusting_stack_with(
         let client = builder.exact_writes().connect(ours);
         async move { Ok::<_, BoxError>(client) }
     });
-    let connector = connector.era(Era::Initialize).tools(ToolRules::new().trust_annotations());
+    let connector = connector.era(Era::Auto).tools(ToolRules::new().trust_annotations());
     let writes = WriteSafetyLayer::refuse().replay_idempotent().attempt_timeout(10 * SECOND);
     let stack = Stack::builder(connector).deadline(60 * SECOND).writes(writes).retry(retry).on_event(events);
     let stack = Arc::new(stack.build().unwrap());
     let first = send(&stack, tool("look"));
     let mut server = servers.recv().await.unwrap();
-    server.lists(&tools).await;
+    agree(&mut server, version).await;
+    list_tools(&mut server, vec![tools]).await;
     let asked = server.asked("tools/call").await;
     server.answer(&asked, json!({ "content": [] })).await;
     first.await.unwrap().unwrap();
@@ -1218,7 +1221,8 @@ async fn serve(server: &mut Server, name: &str, tools: &[Value]) -> usize {
 #[tokio::test(start_paused = true)]
 async fn a_call_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_not_sent() {
     for now in [None, Some(json!({ "readOnlyHint": false })), Some(json!({ "idempotentHint": true }))] {
-        let (stack, mut server) = trusting_stack(vec![reads("look"), reads("odd")]).await;
+        let (stack, mut server) =
+            trusting_stack(ProtocolVersion::V2025_11_25, vec![reads("look"), reads("odd")]).await;
         let large = send(&stack, large_look());
         sleep(SECOND).await;
         let odd = send(&stack, tool("odd").within(20 * SECOND));
@@ -1236,11 +1240,35 @@ async fn a_call_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_no
     }
 }
 
+/// The stream that tells of changes had ended, so that no word comes.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_lies_in_the_buffer_while_the_tools_are_listed_anew_is_not_sent_though_no_word_says_so() {
+    let (stack, mut server) =
+        trusting_stack(ProtocolVersion::V2026_07_28, vec![reads("look"), reads("odd")]).await;
+    // After `server/discover`.
+    server.answer(&json!({ "id": 2 }), json!({ "resultType": "complete" })).await;
+    sleep(5 * SECOND).await;
+    server.asked("subscriptions/listen").await;
+    let asked = server.asked("tools/list").await;
+    let filler =
+        request("tools/call", json!({ "name": "look", "arguments": { "padding": "x".repeat(8_000) } }));
+    let (filler, odd) = (send(&stack, filler), send(&stack, tool("odd")));
+    sleep(SECOND).await;
+    let tools = [reads("look"), listed("odd", json!({ "readOnlyHint": false }))];
+    server.answer(&asked, json!({ "resultType": "complete", "tools": tools })).await;
+    sleep(SECOND).await;
+    assert_eq!(serve(&mut server, "odd", &tools).await, 0);
+    filler.await.unwrap().unwrap();
+    let error = odd.await.unwrap().unwrap_err();
+    assert!(matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)), "{error:?}");
+    assert_eq!((error.outcome(), error.delivery()), (Outcome::NotDone, Delivery::NotSent));
+}
+
 /// It lies in the pipe, or in part with us, when the word comes: nobody knows when the server reads it.
 #[tokio::test(start_paused = true)]
 async fn a_call_that_is_written_when_its_annotation_is_taken_back_and_gets_no_answer_may_have_been_a_write() {
     for (large, changes) in [(false, true), (true, true), (false, false)] {
-        let (stack, mut server) = trusting_stack(vec![reads("look")]).await;
+        let (stack, mut server) = trusting_stack(ProtocolVersion::V2025_11_25, vec![reads("look")]).await;
         let look = if large { large_look() } else { tool("look") };
         let look = send(&stack, look.within(20 * SECOND));
         sleep(SECOND).await;
@@ -1256,7 +1284,7 @@ async fn a_call_that_is_written_when_its_annotation_is_taken_back_and_gets_no_an
         assert_eq!(error.may_have_landed(), changes);
     }
     // An answer is one.
-    let (stack, mut server) = trusting_stack(vec![reads("look")]).await;
+    let (stack, mut server) = trusting_stack(ProtocolVersion::V2025_11_25, vec![reads("look")]).await;
     let look = send(&stack, tool("look"));
     let asked = server.asked("tools/call").await;
     server.tools_changed().await;
@@ -1289,8 +1317,9 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
             Lost::Closed => json!({ "readOnlyHint": false, "idempotentHint": true }),
             Lost::TimedOut { .. } => json!({ "readOnlyHint": true }),
         };
-        let tools = [reads("look"), listed("odd", hint)];
-        let (stack, mut server, mut servers) = trusting_stack_with(tools.to_vec(), retry, events).await;
+        let (version, tools) = (ProtocolVersion::V2025_11_25, [reads("look"), listed("odd", hint)]);
+        let (stack, mut server, mut servers) =
+            trusting_stack_with(version, tools.to_vec(), retry, events).await;
         let odd = send(&stack, tool("odd"));
         assert_eq!(server.asked("tools/call").await["params"]["name"], "odd");
         if let Lost::TimedOut { by_then: false } = lost {
@@ -1300,7 +1329,8 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
         sleep(SECOND).await;
         drop(server);
         if let Ok(Some(mut next)) = timeout(20 * SECOND, servers.recv()).await {
-            next.lists(&tools).await;
+            agree(&mut next, version).await;
+            list_tools(&mut next, vec![tools.to_vec()]).await;
             assert_eq!(serve(&mut next, "odd", &tools).await, 0, "{lost:?}: repeated");
         }
         let error = odd.await.unwrap().unwrap_err();
@@ -1312,7 +1342,8 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
 #[tokio::test(start_paused = true)]
 async fn a_replay_that_waits_in_the_queue_while_its_annotation_is_taken_back_is_not_sent() {
     let sets = |sets: bool| listed("odd", json!({ "readOnlyHint": false, "idempotentHint": sets }));
-    let (stack, mut server) = trusting_stack(vec![reads("look"), sets(true)]).await;
+    let (stack, mut server) =
+        trusting_stack(ProtocolVersion::V2025_11_25, vec![reads("look"), sets(true)]).await;
     // It is done, and its answer is lost. Then the server does not read for a while.
     let odd = send(&stack, tool("odd"));
     assert_eq!(server.asked("tools/call").await["params"]["name"], "odd");
