@@ -40,7 +40,9 @@ pub trait Call: Sized {
 
     /// What the call may do at the server. What is not known to be read-only is [`Effect::Write`].
     ///
-    /// A stamp in the [context](CallContext::effect) wins over this; the layers look there first.
+    /// A stamp in the [context](CallContext::effect) wins over this; the layers look there first. Without one they take
+    /// this for the type's default, and say of a write in doubt that nobody said what it does: a type that knows better
+    /// [stamps](CallContext::stamp) its contexts.
     fn effect(&self) -> Effect;
 
     /// What travels with the call.
@@ -139,8 +141,8 @@ impl Effect {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Basis {
-    /// Nobody has told a layer: it is what the request says of itself, by its type's default or, of a [`Tagged`],
-    /// by what it was made with. [`Call::read_only`], [`Call::as_effect`] and the layers' rules are [`Caller`].
+    /// Nobody has told a layer: it is what the request's type says of itself ([`Call::effect`]). A [`Tagged`],
+    /// [`Call::read_only`], [`Call::as_effect`] and the layers' rules are [`Caller`].
     ///
     /// [`Caller`]: Basis::Caller
     #[default]
@@ -1106,7 +1108,10 @@ impl<R> Tagged<R> {
     }
 
     fn with_clone(request: R, effect: Effect, clone: fn(&R) -> Option<R>) -> Self {
-        Self { request, clone, effect, method: Cow::Borrowed("call"), context: CallContext::default() }
+        // Whoever tags a request has said what it does.
+        let context =
+            CallContext { marks: Marks::default().stamped(effect, Basis::Caller), ..Default::default() };
+        Self { request, clone, effect, method: Cow::Borrowed("call"), context }
     }
 
     /// Gives the call a name for errors and events, in place of `call`. It must not hold secrets.
@@ -1343,5 +1348,17 @@ mod tests {
     fn a_stamp_wins_over_the_tag() {
         let call = Tagged::new(1, Effect::Write).read_only();
         assert_eq!((effect_of(&call), call.context().basis()), (Effect::ReadOnly, Basis::Caller));
+    }
+
+    #[test]
+    fn what_a_request_is_tagged_with_is_the_callers_word() {
+        let made = [
+            Tagged::new(1, Effect::Idempotent),
+            Tagged::by(1, |_| Effect::Idempotent),
+            Tagged::once(1, |_| Effect::Idempotent),
+        ];
+        for call in made {
+            assert_eq!((effect_of(&call), call.context().basis()), (Effect::Idempotent, Basis::Caller));
+        }
     }
 }

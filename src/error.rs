@@ -810,13 +810,16 @@ struct Happened<'a>(&'a CallError);
 
 impl fmt::Display for Happened<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { cause, method, attempts, notes, source, .. } = &*self.0.0;
+        let Inner { cause, method, attempts, notes, source, retry_after, .. } = &*self.0.0;
         if !method.is_empty() {
             write!(f, "{method}: ")?;
         }
         match cause {
             Cause::Other if self.0.outcome() == Outcome::Answered => f.write_str("an error of its own")?,
             cause => cause.fmt(f)?,
+        }
+        if let (Cause::Refused(Refusal::CrashLoop(_)), Some(wait)) = (cause, retry_after) {
+            write!(f, "; calls are turned away for another {wait:.0?}")?;
         }
         if matches!(
             cause,

@@ -15,7 +15,7 @@ use std::{
 
 use goaround::{
     BoxError, Call, CallError, CallId, Deadline, DeadlineLayer, Effect, Event, Evidence, Exit, InDoubt,
-    Outcome, ReconnectLayer, RetryReadOnly, Scope, Stack, Tagged, Verdict, WriteSafetyLayer,
+    Outcome, ReconnectLayer, RetryReadOnly, Scope, Stack, Tagged, Verdict, WriteSafetyLayer, jsonrpc,
     write_safety::ledger::Ledger,
 };
 use lab::{Answer, Lab, Readiness, SECOND, closed, fail, ms, unavailable};
@@ -624,4 +624,19 @@ fn an_answer_of_another_type_stays_where_it_is() {
         CallError::not_sent(Own::Connect).into_answer::<Own>().unwrap_err().outcome(),
         Outcome::NotDone
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_of_a_write_that_nobody_has_judged_the_text_says_so() {
+    async fn lost<R: Call + Send + 'static>(request: R) -> String {
+        let lost = service_fn(|_: R| async { Err::<u8, _>(CallError::ambiguous("reset")) });
+        WriteSafetyLayer::refuse().layer(lost).oneshot(request).await.unwrap_err().to_string()
+    }
+    let plain = || jsonrpc::Request::new("pay", ()).unwrap();
+    let note = "; taken for a write, since nobody said what it does; ";
+    assert!(lost(plain()).await.contains(note));
+    assert!(!lost(plain().as_effect(Effect::Write)).await.contains(note));
+    assert!(!lost(Tagged::new(1, Effect::Write)).await.contains(note));
+    assert!(!lost(Tagged::by(1, |_| Effect::Write)).await.contains(note));
+    assert!(!lost(Tagged::once(1, |_| Effect::Idempotent)).await.contains(note));
 }

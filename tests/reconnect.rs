@@ -1119,7 +1119,8 @@ async fn connections_that_close_without_an_answer_turn_calls_away_for_a_while() 
         assert_eq!(evidence.to_vec(), ["the connection closed"; 3]);
         assert_eq!(
             error.to_string(),
-            "not done: pay: the last 3 connections closed without an answer; the last one: the connection closed"
+            "not done: pay: the last 3 connections closed without an answer; the last one: the connection closed; \
+             calls are turned away for another 30s"
         );
     }
     assert_eq!(log.take().len(), 1, "reported once, since no connect will follow for a while");

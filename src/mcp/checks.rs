@@ -14,8 +14,12 @@
 //!     .by_tool("list_invoices")
 //!     .argument("/customer", "/customer")
 //!     .some("/structuredContent/invoices", "/token", "/token")
-//!     // In place of the reply that is lost. `found` is the whole result of the read.
-//!     .landed_with(|_written, found| json!({ "content": [], "structuredContent": found["structuredContent"] }));
+//!     // In place of the reply that is lost, and in its shape. `found` is the whole result of the read.
+//!     .landed_with(|written, found| {
+//!         let all = found["structuredContent"]["invoices"].as_array();
+//!         let one = all.and_then(|all| all.iter().find(|one| one["token"] == written["token"]));
+//!         json!({ "content": [], "structuredContent": one })
+//!     });
 //! let _layer = WriteSafetyLayer::new(check);
 //! ```
 //!

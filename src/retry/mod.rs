@@ -15,7 +15,8 @@
 //!   beforehand: a wait that cannot end in time is not started, and what is known is returned at once.
 //!
 //! A closed connection is a case of its own. It gives each read that it took down one replay, at once and
-//! whatever `attempts` says, and costs the budget once, however many calls it took down. A read that was in
+//! whatever `attempts` says, and costs the budget once, however many calls it took down. The budget can deny it, to all
+//! of them: the default one does from the fifth closure on if no read succeeds in between. A read that was in
 //! flight at two closures is not tried a third time: it may be what closes them.
 //!
 //! # Differences from `tower::retry`

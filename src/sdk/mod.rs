@@ -42,8 +42,13 @@
 //!     .by_tool("list_invoices")
 //!     .argument("/customer", "/customer")
 //!     .some("/structuredContent/invoices", "/token", "/token")
-//!     // In place of a reply that is lost, where the check finds that the write landed.
-//!     .landed_with(|_written, found| json!({ "content": [], "structuredContent": found["structuredContent"] }));
+//!     // In place of a reply that is lost, where the check finds that the write landed, and in its shape: `found` is all
+//!     // that was read, of which the caller gets the one entry.
+//!     .landed_with(|written, found| {
+//!         let all = found["structuredContent"]["invoices"].as_array();
+//!         let one = all.and_then(|all| all.iter().find(|one| one["token"] == written["token"]));
+//!         json!({ "content": [], "structuredContent": one })
+//!     });
 //! let server: Client = Stack::builder(Connector::http((), "http://localhost:8000/mcp").tools(rules))
 //!     .deadline(Duration::from_secs(120))
 //!     .writes(WriteSafetyLayer::new(sdk::check(check)))

@@ -21,6 +21,14 @@
 //! A process that leaves the group (`setsid`, a daemon) is not seen any more, and not ended.
 //!
 //! Elsewhere than on Unix the child alone is ended and reaped, and its exit is never a fence.
+//!
+//! # Where to look when a child does not answer
+//!
+//! A call then ends at its deadline and says no more. If the child prints to its standard output what is no JSON-RPC, the
+//! first such line of a connection is a warning in the log (`tracing`, target `goaround`), and
+//! [`Client::ignored`](jsonrpc::Client::ignored) counts them all, of the client that a
+//! [`handshake`](Child::handshake) is given. What it prints to its standard error is in the event of its end
+//! ([`Incident::stderr`](crate::event::Incident::stderr)).
 
 mod group;
 mod lookup;
