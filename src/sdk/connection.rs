@@ -38,7 +38,7 @@ use super::{
     session::{Lesson, Memory},
 };
 use crate::{
-    Basis, Call, CallError, Closure, Delivery, Effect, Pause, Refusal, Scope,
+    Basis, Call, CallError, Closure, Delivery, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
     event,
@@ -542,21 +542,24 @@ impl Inner {
             exchange.refuse(Sight::Overdue(overdue));
             return false;
         }
-        let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);
-        if goes || off!(Annotation) {
+        if self.upholds(request) {
             return true;
         }
         exchange.refuse(Sight::EffectChanged);
         false
     }
 
-    /// Whether what the call was taken for still holds on this connection.
+    /// Whether what a trusted annotation made of the call still holds on this connection.
     fn upholds(&self, request: &Request) -> bool {
-        let says = request.tool_name().and_then(|tool| self.tools.catalog().get(tool));
-        match effect_of(request) {
-            Effect::Write => true,
-            Effect::Idempotent => says.is_some_and(|says| says != Effect::Write),
-            Effect::ReadOnly => says == Some(Effect::ReadOnly),
+        request.context().basis() != Basis::TrustedAnnotation
+            || self.tools.upholds(request.tool_name(), effect_of(request))
+            || off!(Annotation)
+    }
+
+    /// Nobody knows whether the server did the call before or after it said that its tool had changed.
+    pub(super) fn judge_effect(&self, request: &Request, error: &mut CallError) {
+        if error.delivery() == Delivery::Ambiguous && !self.upholds(request) {
+            error.misjudge();
         }
     }
 
@@ -799,10 +802,7 @@ impl Connection {
 
     fn request(&self, request: Request) -> ResponseFuture {
         let inner = self.inner();
-        if request.context().basis() == Basis::TrustedAnnotation
-            && !inner.upholds(&request)
-            && !off!(Annotation)
-        {
+        if !inner.upholds(&request) {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
         }
         if request.cursor().is_some_and(|cursor| !inner.takes_cursor(cursor)) {
@@ -1106,14 +1106,15 @@ impl Future for ResponseFuture {
         let Phase::Waiting(waiting) = mem::replace(&mut self.0, Phase::Done) else { return Poll::Pending };
         let inner = &waiting.handle.0;
         match waited {
-            Some(outcome) => {
+            Some(mut outcome) => {
                 inner.leave(&waiting.exchange, None);
-                Lesson::learn(inner, &waiting.exchange.request, &outcome);
+                Lesson::learn(inner, &waiting.exchange.request, &mut outcome);
                 Poll::Ready(outcome)
             }
             None => {
                 inner.expired(&waiting.exchange);
-                let error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
+                let mut error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
+                inner.judge_effect(&waiting.exchange.request, &mut error);
                 self.0 = Phase::Expired(waiting);
                 Poll::Ready(Err(error))
             }
