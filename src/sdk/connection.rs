@@ -128,6 +128,16 @@ pub(super) struct Inner {
     has_handshake: AtomicBool,
 }
 
+/// What an answer of the server's is to.
+enum Answers {
+    /// A request that it may have.
+    Asked,
+    /// A call of which it has not a byte: this says nothing of it.
+    Unsent,
+    /// No request at all.
+    Nothing,
+}
+
 #[derive(Default)]
 struct State {
     calls: HashMap<u64, Arc<Exchange>>,
@@ -318,23 +328,23 @@ impl Inner {
 
     /// A message came from the server. `false`: the SDK is not to see it.
     pub(super) fn received(self: &Arc<Self>, message: &mut ServerJsonRpcMessage) -> bool {
-        let to_nothing = match message {
-            ServerJsonRpcMessage::Response(answer) => !self.has_asked(Some(&answer.id)),
-            ServerJsonRpcMessage::Error(answer) => !self.has_asked(answer.id.as_ref()),
-            _ => false,
+        let answers = match message {
+            ServerJsonRpcMessage::Response(answer) => self.answered(Some(&answer.id), true),
+            ServerJsonRpcMessage::Error(answer) => self.answered(answer.id.as_ref(), false),
+            _ => Answers::Asked,
         };
-        // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
-        if to_nothing {
-            return true;
+        match answers {
+            Answers::Asked => {}
+            // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
+            Answers::Nothing => return true,
+            Answers::Unsent => {
+                tracing::debug!(target: "goaround", "an answer to a call of which nothing was sent was ignored");
+                return false;
+            }
         }
         self.heard();
         match message {
-            ServerJsonRpcMessage::Response(answer) => self.answered(&answer.id, true),
-            ServerJsonRpcMessage::Error(answer) => {
-                if let Some(id) = &answer.id {
-                    self.answered(id, false);
-                }
-            }
+            ServerJsonRpcMessage::Response(_) | ServerJsonRpcMessage::Error(_) => {}
             ServerJsonRpcMessage::Notification(notification) => match &notification.notification {
                 ServerNotification::ProgressNotification(progress) => {
                     let state = self.lock();
@@ -374,22 +384,25 @@ impl Inner {
         true
     }
 
-    fn answered(&self, id: &RequestId, success: bool) {
-        let Some(id) = number_of(id) else { return };
+    /// An answer with that id came.
+    fn answered(&self, id: Option<&RequestId>, success: bool) -> Answers {
+        let Some(id) = id.and_then(number_of) else { return Answers::Nothing };
         let late = {
             let mut state = self.lock();
+            if !(0..=state.last_id).contains(&id) {
+                return Answers::Nothing;
+            }
+            // The ids are easily guessed, and the SDK would believe it.
+            if state.sent.get(&id).is_some_and(|call| !call.is_out()) {
+                return Answers::Unsent;
+            }
             state.sent.remove(&id);
             state.remembered.remove(id.unsigned_abs())
         };
         if let Some(late) = late.filter(|_| success) {
             late.emit();
         }
-    }
-
-    /// Whether a request with that id was ever sent.
-    fn has_asked(&self, id: Option<&RequestId>) -> bool {
-        let id = id.and_then(number_of);
-        id.is_some_and(|id| (0..=self.lock().last_id).contains(&id))
+        Answers::Asked
     }
 
     /// The server asks something of the user, if it still does: calls that want it stand still.

@@ -27,6 +27,8 @@ use tower::Service;
 use super::{
     Connection, Request,
     connection::{Inner, Kind, ResponseFuture, Running},
+    evidence::seen,
+    exchange::Exchange,
     session::Memory,
     transport::{Pipe, Witness},
 };
@@ -102,6 +104,8 @@ struct Lab {
     room: Arc<Mutex<Room>>,
     /// The tools that the server was asked for.
     asked: Arc<Mutex<Vec<String>>>,
+    /// Where the server writes.
+    output: Output,
 }
 
 type Output = Arc<tokio::sync::Mutex<WriteHalf<DuplexStream>>>;
@@ -112,7 +116,7 @@ impl Lab {
         let asked: Arc<Mutex<Vec<String>>> = Arc::default();
         let (input, output) = split(theirs);
         let output = Arc::new(tokio::sync::Mutex::new(output));
-        tokio::spawn(serve(input, output, Arc::clone(&asked)));
+        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked)));
         let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
         let memory = Arc::new(Memory::new(ToolRules::new()));
         let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
@@ -123,7 +127,7 @@ impl Lab {
         let running = running.await.unwrap();
         let (peer, about) = (running.peer().clone(), Peer { server: None, client: None, protocol: None });
         let connection = Connection::new(Arc::clone(&inner), peer, about, Box::new(Client(running)));
-        let lab = Self { connection, inner, room, asked };
+        let lab = Self { connection, inner, room, asked, output };
         settle().await;
         lab
     }
@@ -134,6 +138,11 @@ impl Lab {
         let page = format!(r#"{{"tools":[{{"name":"{name}","annotations":{{"readOnlyHint":true}}}}]}}"#);
         tools.add_json(&page).unwrap();
         self.inner.tools.read(self.inner.tools.as_of(), tools);
+    }
+
+    /// The server writes a line.
+    async fn says(&self, line: &str) {
+        self.output.lock().await.write_all(format!("{line}\n").as_bytes()).await.unwrap();
     }
 
     /// From now on the pipe accepts so many bytes.
@@ -419,6 +428,36 @@ async fn a_call_of_which_the_pipe_has_accepted_nothing_does_not_put_off_the_end_
             _ => assert!(first.poll().is_pending()),
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_said_before_the_pipe_has_accepted_any_of_a_call_is_no_answer_to_it() {
+    let answers = [r#""result":{"content":[]}"#, r#""error":{"code":1,"message":"m"}"#, r#""error":1"#];
+    for (accepted, answer) in answers.into_iter().flat_map(|answer| [(0, answer), (1, answer)]) {
+        let lab = Lab::new().await;
+        lab.leave_room(accepted);
+        let mut first = lab.begin_held_up(tool("first")).await;
+        // The handshake was number 0.
+        lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
+        settle().await;
+        assert_eq!(first.poll().is_pending(), accepted == 0, "{answer}");
+        if accepted == 0 {
+            lab.leave_room(usize::MAX);
+            first.await.unwrap();
+            assert_eq!(lab.asked(), ["first"]);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_has_not_left_when_its_response_is_there_does_not_leave_any_more() {
+    let exchange = Exchange::new(tool("first"), 1, 0);
+    assert!(!exchange.has_left() && !exchange.is_out() && !exchange.frame.take());
+    let error = seen(exchange.take_sight().unwrap(), None);
+    assert_eq!(error.delivery(), Delivery::NotSent);
+
+    let exchange = Exchange::new(tool("first"), 1, 0);
+    assert!(exchange.frame.take() && exchange.has_left() && exchange.is_out());
 }
 
 #[tokio::test(start_paused = true)]

@@ -356,7 +356,7 @@ impl Pipe {
 
     /// Ends the call of that id with what was seen. The SDK is told in words that it knows.
     fn end_oddly(&mut self, id: Option<i64>, sight: Sight) {
-        let exchange = id.and_then(|id| self.inner.sent_as(id));
+        let exchange = id.and_then(|id| self.inner.sent_as(id)).filter(|exchange| exchange.is_out());
         if let (Some(id), Some(exchange)) = (id, exchange) {
             exchange.saw(sight);
             self.ready.push_back(seen_elsewhere(RequestId::Number(id)));
