@@ -48,7 +48,7 @@ use super::{
     exchange::Exchange,
     retry_after::retry_after,
     sse::{Event, Parser},
-    transport::{Envelope, seen_elsewhere},
+    transport::{Envelope, is_object, seen_elsewhere},
 };
 use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer, wakers::quietly};
 
@@ -914,7 +914,8 @@ impl StreamableHttpClient for Client {
 fn sse(event: Event) -> Sse {
     Sse {
         event: Some(event.kind).filter(|kind| !kind.is_empty()),
-        data: Some(event.data).filter(|data| !data.trim().is_empty()),
+        // The SDK would read whatever it is, however long that takes.
+        data: Some(event.data).filter(|data| is_object(data.as_bytes())),
         id: event.id,
         retry: event.retry,
     }

@@ -1,9 +1,13 @@
 //! Calls over the pipe to a child process, where the test says how many bytes the pipe accepts.
 
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
@@ -496,4 +500,26 @@ async fn a_call_that_is_written_by_hand_is_judged_by_its_tool_as_others_are() {
         let answer = lab.connection.clone().call(request).await;
         assert_eq!(answer.is_ok(), reads, "{answer:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_batch_leaves_others_their_turn_and_is_read_to_its_end() {
+    const JUNK: usize = 50_000;
+    let lab = Lab::new().await;
+    let call = lab.begin(tool("mute")).await;
+    let ignored = lab.connection.ignored();
+    lab.says(&format!(r#"[{}{{"jsonrpc":"2.0","id":1,"result":{{"content":[]}}}}]"#, "1,".repeat(JUNK)))
+        .await;
+    let turns = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&turns);
+    let other = tokio::spawn(poll_fn(move |cx| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        cx.waker().wake_by_ref();
+        Poll::<()>::Pending
+    }));
+    call.await.unwrap();
+    other.abort();
+    assert_eq!(lab.connection.ignored() - ignored, JUNK as u64);
+    // It is looked at twice, since half a batch is none.
+    assert!(turns.load(Ordering::Relaxed) > 2 * JUNK / 1_000);
 }
