@@ -1964,6 +1964,35 @@ async fn a_call_whose_annotation_is_taken_back_while_it_waits_for_its_turn_is_no
     assert_eq!(server.effects(), ["y"]);
 }
 
+#[tokio::test]
+async fn what_the_stray_stream_says_of_a_write_that_waits_for_its_turn_is_no_answer_to_it() {
+    let server = Server::start().await;
+    let (early, hold) = (Gate::new(), Gate::new());
+    let answers: String = (0..8)
+        .map(|id| format!("data: {{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{}}}\n\n", appended()))
+        .collect();
+    server.on(On::Get, Reply::sse().gate(&early).chunk(answers).stall());
+    let config = StreamableHttpClientTransportConfig::with_uri(server.url()).max_concurrent_requests(1);
+    let client = Arc::new(builder(Connector::http((), config)).deadline(BOUND).build().unwrap());
+    connected(&server, &client).await;
+
+    // One write holds up the others.
+    let answer = format!(r#"{{"jsonrpc":"2.0","id":$ID,"result":{}}}"#, appended());
+    server.on(On::Tool("append"), Reply::new().gate(&hold).then_http("200 OK", &[JSON], answer));
+    let _first = spawn(&client, append("x"));
+    server.until_called("append", 1).await;
+    let expires = spawn(&client, append("y").within(ms(600)));
+    let goes = spawn(&client, append("z"));
+    sleep(ms(200)).await;
+    early.open(1);
+    let error = bounded("expired", expires).await.unwrap().unwrap_err();
+    assert_eq!((error.outcome(), error.delivery()), (Outcome::NotDone, Delivery::NotSent));
+    hold.open(1);
+    assert_eq!(word(&bounded("done", goes).await.unwrap()), "ok");
+    assert_eq!(server.effects().last().map(String::as_str), Some("z"));
+    assert_eq!(server.calls("append").len(), 2);
+}
+
 // ===== What is never said =====
 
 #[tokio::test]

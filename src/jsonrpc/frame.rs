@@ -39,7 +39,7 @@ impl Frame {
         self.0.load(Ordering::Acquire) == QUEUED
     }
 
-    pub(super) fn is_withdrawn(&self) -> bool {
+    pub(crate) fn is_withdrawn(&self) -> bool {
         self.0.load(Ordering::Acquire) == WITHDRAWN
     }
 

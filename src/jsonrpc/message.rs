@@ -319,7 +319,7 @@ pub(super) enum Incoming<'a> {
 
 /// Why a message says nothing to us. Without anything that the peer wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Odd {
+pub(crate) enum Odd {
     NotUtf8,
     NotJson,
     EmptyBatch,
@@ -421,7 +421,7 @@ fn server_error(json: &RawValue) -> ServerError {
 }
 
 /// A line that is an array: a batch of messages. It may be long, so that it is worked off in portions.
-pub(super) struct Batch {
+pub(crate) struct Batch {
     text: String,
     /// Where its first element begins, and the next one.
     begin: usize,
@@ -431,12 +431,12 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn is_one(line: &[u8]) -> bool {
+    pub(crate) fn is_one(line: &[u8]) -> bool {
         line.iter().find(|byte| !is_blank(**byte)) == Some(&b'[')
     }
 
     /// That line, as far as it begins as one.
-    pub(super) fn new(line: BytesMut) -> Result<Self, Odd> {
+    pub(crate) fn new(line: BytesMut) -> Result<Self, Odd> {
         let text = String::from_utf8(line.into()).map_err(|_| Odd::NotUtf8)?;
         let Some(begin) = text.find('[').map(|at| at + 1) else { return Err(Odd::NotJson) };
         match text[begin..].trim_start_matches(BLANKS).strip_prefix(']') {
@@ -452,12 +452,17 @@ impl Batch {
         portion: &mut usize,
         mut each: impl FnMut(Result<Incoming<'_>, Odd>),
     ) -> bool {
+        self.texts(portion, |text| each(text.and_then(Incoming::parse)))
+    }
+
+    /// The same, with the elements as they are written.
+    pub(crate) fn texts(&mut self, portion: &mut usize, mut each: impl FnMut(Result<&str, Odd>)) -> bool {
         while *portion > 0 {
             *portion -= 1;
             let next = match self.is_whole {
                 false => element::<IgnoredAny>(&self.text, self.at).map(|(_, next)| next),
                 true => element::<&RawValue>(&self.text, self.at).map(|(message, next)| {
-                    each(Incoming::parse(message.get()));
+                    each(Ok(message.get()));
                     next
                 }),
             };

@@ -38,7 +38,7 @@ use super::{
     session::{Lesson, Memory},
 };
 use crate::{
-    Basis, Call, CallError, Closure, Delivery, Effect, Pause, Refusal, Scope,
+    Basis, Call, CallError, Closure, Delivery, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
     event,
@@ -126,6 +126,16 @@ pub(super) struct Inner {
     posting: watch::Sender<usize>,
     /// Whether it began with the handshake of the versions up to 2025-11-25, whatever version was agreed upon.
     has_handshake: AtomicBool,
+}
+
+/// What an answer of the server's is to.
+enum Answers {
+    /// A request that it may have.
+    Asked,
+    /// A call of which it has not a byte: this says nothing of it.
+    Unsent,
+    /// No request at all.
+    Nothing,
 }
 
 #[derive(Default)]
@@ -318,23 +328,23 @@ impl Inner {
 
     /// A message came from the server. `false`: the SDK is not to see it.
     pub(super) fn received(self: &Arc<Self>, message: &mut ServerJsonRpcMessage) -> bool {
-        let to_nothing = match message {
-            ServerJsonRpcMessage::Response(answer) => !self.has_asked(Some(&answer.id)),
-            ServerJsonRpcMessage::Error(answer) => !self.has_asked(answer.id.as_ref()),
-            _ => false,
+        let answers = match message {
+            ServerJsonRpcMessage::Response(answer) => self.answered(Some(&answer.id), true),
+            ServerJsonRpcMessage::Error(answer) => self.answered(answer.id.as_ref(), false),
+            _ => Answers::Asked,
         };
-        // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
-        if to_nothing {
-            return true;
+        match answers {
+            Answers::Asked => {}
+            // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
+            Answers::Nothing => return true,
+            Answers::Unsent => {
+                tracing::debug!(target: "goaround", "an answer to a call of which nothing was sent was ignored");
+                return false;
+            }
         }
         self.heard();
         match message {
-            ServerJsonRpcMessage::Response(answer) => self.answered(&answer.id, true),
-            ServerJsonRpcMessage::Error(answer) => {
-                if let Some(id) = &answer.id {
-                    self.answered(id, false);
-                }
-            }
+            ServerJsonRpcMessage::Response(_) | ServerJsonRpcMessage::Error(_) => {}
             ServerJsonRpcMessage::Notification(notification) => match &notification.notification {
                 ServerNotification::ProgressNotification(progress) => {
                     let state = self.lock();
@@ -374,22 +384,25 @@ impl Inner {
         true
     }
 
-    fn answered(&self, id: &RequestId, success: bool) {
-        let Some(id) = number_of(id) else { return };
+    /// An answer with that id came.
+    fn answered(&self, id: Option<&RequestId>, success: bool) -> Answers {
+        let Some(id) = id.and_then(number_of) else { return Answers::Nothing };
         let late = {
             let mut state = self.lock();
+            if !(0..=state.last_id).contains(&id) {
+                return Answers::Nothing;
+            }
+            // The ids are easily guessed, and the SDK would believe it.
+            if state.sent.get(&id).is_some_and(|call| !call.is_out()) {
+                return Answers::Unsent;
+            }
             state.sent.remove(&id);
             state.remembered.remove(id.unsigned_abs())
         };
         if let Some(late) = late.filter(|_| success) {
             late.emit();
         }
-    }
-
-    /// Whether a request with that id was ever sent.
-    fn has_asked(&self, id: Option<&RequestId>) -> bool {
-        let id = id.and_then(number_of);
-        id.is_some_and(|id| (0..=self.lock().last_id).contains(&id))
+        Answers::Asked
     }
 
     /// The server asks something of the user, if it still does: calls that want it stand still.
@@ -542,21 +555,24 @@ impl Inner {
             exchange.refuse(Sight::Overdue(overdue));
             return false;
         }
-        let goes = request.context().basis() != Basis::TrustedAnnotation || self.upholds(request);
-        if goes || off!(Annotation) {
+        if self.upholds(request) {
             return true;
         }
         exchange.refuse(Sight::EffectChanged);
         false
     }
 
-    /// Whether what the call was taken for still holds on this connection.
+    /// Whether what a trusted annotation made of the call still holds on this connection.
     fn upholds(&self, request: &Request) -> bool {
-        let says = request.tool_name().and_then(|tool| self.tools.catalog().get(tool));
-        match effect_of(request) {
-            Effect::Write => true,
-            Effect::Idempotent => says.is_some_and(|says| says != Effect::Write),
-            Effect::ReadOnly => says == Some(Effect::ReadOnly),
+        request.context().basis() != Basis::TrustedAnnotation
+            || self.tools.upholds(request.tool_name(), effect_of(request))
+            || off!(Annotation)
+    }
+
+    /// Nobody knows whether the server did the call before or after it said that its tool had changed.
+    pub(super) fn judge_effect(&self, request: &Request, error: &mut CallError) {
+        if error.delivery() == Delivery::Ambiguous && !self.upholds(request) {
+            error.misjudge();
         }
     }
 
@@ -799,10 +815,7 @@ impl Connection {
 
     fn request(&self, request: Request) -> ResponseFuture {
         let inner = self.inner();
-        if request.context().basis() == Basis::TrustedAnnotation
-            && !inner.upholds(&request)
-            && !off!(Annotation)
-        {
+        if !inner.upholds(&request) {
             return ResponseFuture::refused(Refusal::EffectChanged, &request);
         }
         if request.cursor().is_some_and(|cursor| !inner.takes_cursor(cursor)) {
@@ -1106,14 +1119,15 @@ impl Future for ResponseFuture {
         let Phase::Waiting(waiting) = mem::replace(&mut self.0, Phase::Done) else { return Poll::Pending };
         let inner = &waiting.handle.0;
         match waited {
-            Some(outcome) => {
+            Some(mut outcome) => {
                 inner.leave(&waiting.exchange, None);
-                Lesson::learn(inner, &waiting.exchange.request, &outcome);
+                Lesson::learn(inner, &waiting.exchange.request, &mut outcome);
                 Poll::Ready(outcome)
             }
             None => {
                 inner.expired(&waiting.exchange);
-                let error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
+                let mut error = waiting.exchange.named(CallError::deadline(Delivery::Ambiguous));
+                inner.judge_effect(&waiting.exchange.request, &mut error);
                 self.0 = Phase::Expired(waiting);
                 Poll::Ready(Err(error))
             }

@@ -44,7 +44,8 @@ impl Sight {
     /// credentials that have run out.
     fn may_be_shared(&self) -> bool {
         match self {
-            Sight::NotSent(..) | Sight::Refreshed => true,
+            Sight::NotSent(kind, _) => *kind != HttpErrorKind::WrongId,
+            Sight::Refreshed => true,
             Sight::Odd(kind, _) => matches!(
                 kind,
                 HttpErrorKind::NoResponse | HttpErrorKind::BodyLost | HttpErrorKind::StreamEnded
@@ -257,6 +258,7 @@ impl fmt::Display for HttpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.kind {
             HttpErrorKind::NoResponse if self.is_unsent => "the connection broke before the request was sent",
+            HttpErrorKind::WrongId if self.is_unsent => "the server answered before the request was sent",
             kind => kind.text(),
         })?;
         if let Some(reason) = &self.reason {

@@ -178,6 +178,20 @@ impl Exchange {
         self.frame.is_queued() || self.state().is_unwritten()
     }
 
+    /// Whether the server may have some of it: before that nothing it says is an answer.
+    pub(super) fn is_out(&self) -> bool {
+        !self.frame.is_queued() && !self.frame.is_withdrawn() && !self.state().is_unwritten()
+    }
+
+    /// The response of its own HTTP request is there: whether the request has left. If not, it does not any more, since
+    /// nobody would read another response.
+    pub(super) fn has_left(&self) -> bool {
+        if self.frame.is_queued() {
+            self.refuse(Sight::NotSent(HttpErrorKind::WrongId, None));
+        }
+        !self.frame.is_withdrawn()
+    }
+
     /// Resolves when the frame was withdrawn by whoever waits for the call.
     pub(super) async fn was_withdrawn(&self) {
         self.gone.notified().await;

@@ -48,7 +48,7 @@ use super::{
     exchange::Exchange,
     retry_after::retry_after,
     sse::{Event, Parser},
-    transport::{Envelope, seen_elsewhere},
+    transport::{Envelope, is_object, seen_elsewhere},
 };
 use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer, wakers::quietly};
 
@@ -626,7 +626,9 @@ impl Client {
         }
 
         let limit = line.limits.max_json_response_size;
-        let body = match read_body(response, limit, &self.shared.inner).await {
+        let body = read_body(response, limit, &self.shared.inner).await;
+        let has_left = letter.exchange.as_ref().is_none_or(|exchange| exchange.has_left());
+        let body = match body {
             Ok(body) => body,
             Err(ReadError::TooLarge) => {
                 letter.saw(match status.is_success() {
@@ -658,7 +660,9 @@ impl Client {
                     return Ok(instead);
                 }
             }
-            if let Ok(message) = serde_json::from_slice(&body) {
+            if let Ok(message) = serde_json::from_slice(&body)
+                && has_left
+            {
                 return Ok(StreamableHttpPostResponse::Json(message, session));
             }
         }
@@ -910,7 +914,8 @@ impl StreamableHttpClient for Client {
 fn sse(event: Event) -> Sse {
     Sse {
         event: Some(event.kind).filter(|kind| !kind.is_empty()),
-        data: Some(event.data).filter(|data| !data.trim().is_empty()),
+        // The SDK would read whatever it is, however long that takes.
+        data: Some(event.data).filter(|data| is_object(data.as_bytes())),
         id: event.id,
         retry: event.retry,
     }
@@ -984,6 +989,9 @@ impl Answering {
                 return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
             self.end();
+            if !self.has_left() {
+                return None;
+            }
         }
         Some(Sse { data: Some(event.data), ..Sse::default() })
     }
@@ -1008,9 +1016,17 @@ impl Answering {
         self.response = None;
     }
 
+    /// Whether an answer can be one. Of what has not left the stream's end tells the SDK.
+    fn has_left(&self) -> bool {
+        self.exchange.as_ref().is_none_or(|exchange| exchange.has_left())
+    }
+
     /// Ends the call with what was seen. The SDK is told in words that it knows.
     fn end_oddly(&mut self, sight: Sight) -> Option<Sse> {
         self.end();
+        if !self.has_left() {
+            return None;
+        }
         self.saw(sight);
         let id = self.id.clone()?;
         let data = serde_json::to_string(&seen_elsewhere(id)).ok()?;

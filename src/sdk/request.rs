@@ -88,10 +88,14 @@ impl Request {
         self.request
     }
 
-    /// The tool that is called; `None` for other methods.
+    /// The tool that is called, also by a request that is written by hand; `None` for other methods.
     pub fn tool_name(&self) -> Option<&str> {
         match &self.request {
             ClientRequest::CallToolRequest(call) => Some(&call.params.name),
+            // Written by hand.
+            ClientRequest::CustomRequest(call) if call.method == "tools/call" => {
+                call.params.as_ref()?.get("name")?.as_str()
+            }
             _ => None,
         }
     }
@@ -100,6 +104,9 @@ impl Request {
     pub fn arguments(&self) -> Option<&JsonObject> {
         match &self.request {
             ClientRequest::CallToolRequest(call) => call.params.arguments.as_ref(),
+            ClientRequest::CustomRequest(call) if call.method == "tools/call" => {
+                call.params.as_ref()?.get("arguments")?.as_object()
+            }
             _ => None,
         }
     }
@@ -126,13 +133,7 @@ impl Request {
             },
             _ => false,
         };
-        let name = match &self.request {
-            ClientRequest::CustomRequest(r) if r.method == "tools/call" => {
-                r.params.as_ref().and_then(|params| Some(params.get("name")?.as_str()?.to_owned()))
-            }
-            _ => self.tool_name().map(str::to_owned),
-        };
-        Params { name, carries_on }
+        Params { name: self.tool_name().map(str::to_owned), carries_on }
     }
 
     /// The page of a list that is asked for, if one is.

@@ -111,7 +111,7 @@ impl Memory {
 pub(super) struct Lesson;
 
 impl Lesson {
-    pub(super) fn learn(inner: &Inner, request: &Request, outcome: &Result<ServerResult, CallError>) {
+    pub(super) fn learn(inner: &Inner, request: &Request, outcome: &mut Result<ServerResult, CallError>) {
         let memory = &inner.memory;
         match (&**request, outcome) {
             (ClientRequest::SetLevelRequest(_), Ok(_)) => {
@@ -136,7 +136,7 @@ impl Lesson {
                     inner.hands_out(&cursor);
                 }
             }
-            _ => {}
+            (_, Err(error)) => inner.judge_effect(request, error),
         }
     }
 }

@@ -1,20 +1,28 @@
 //! Calls over the pipe to a child process, where the test says how many bytes the pipe accepts.
 
 use std::{
+    future::poll_fn,
     io,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
 use rmcp::{
     RoleClient,
+    model::CustomRequest,
     service::{ClientLifecycleMode, RunningService, serve_client_with_lifecycle},
 };
 use serde_json::{Value, json};
 use tokio::{
-    io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream, ReadBuf, duplex},
+    io::{
+        AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream, ReadBuf, ReadHalf,
+        WriteHalf, duplex, split,
+    },
     time::{Instant, sleep},
 };
 use tokio_test::task::{self, Spawn};
@@ -23,6 +31,8 @@ use tower::Service;
 use super::{
     Connection, Request,
     connection::{Inner, Kind, ResponseFuture, Running},
+    evidence::seen,
+    exchange::Exchange,
     session::Memory,
     transport::{Pipe, Witness},
 };
@@ -91,20 +101,26 @@ impl Running for Client {
     }
 }
 
-/// A connection over a narrow pipe, to a server that answers every call of a tool.
+/// A connection over a narrow pipe, to a server that answers every call of a tool but `mute`.
 struct Lab {
     connection: Connection,
     inner: Arc<Inner>,
     room: Arc<Mutex<Room>>,
     /// The tools that the server was asked for.
     asked: Arc<Mutex<Vec<String>>>,
+    /// Where the server writes.
+    output: Output,
 }
+
+type Output = Arc<tokio::sync::Mutex<WriteHalf<DuplexStream>>>;
 
 impl Lab {
     async fn new() -> Self {
         let (ours, theirs) = duplex(1 << 20);
         let asked: Arc<Mutex<Vec<String>>> = Arc::default();
-        tokio::spawn(serve(theirs, Arc::clone(&asked)));
+        let (input, output) = split(theirs);
+        let output = Arc::new(tokio::sync::Mutex::new(output));
+        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked)));
         let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
         let memory = Arc::new(Memory::new(ToolRules::new()));
         let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
@@ -115,9 +131,22 @@ impl Lab {
         let running = running.await.unwrap();
         let (peer, about) = (running.peer().clone(), Peer { server: None, client: None, protocol: None });
         let connection = Connection::new(Arc::clone(&inner), peer, about, Box::new(Client(running)));
-        let lab = Self { connection, inner, room, asked };
+        let lab = Self { connection, inner, room, asked, output };
         settle().await;
         lab
+    }
+
+    /// The server says that its tool only reads.
+    fn annotate(&self, name: &str) {
+        let mut tools = Catalog::default();
+        let page = format!(r#"{{"tools":[{{"name":"{name}","annotations":{{"readOnlyHint":true}}}}]}}"#);
+        tools.add_json(&page).unwrap();
+        self.inner.tools.read(self.inner.tools.as_of(), tools);
+    }
+
+    /// The server writes a line.
+    async fn says(&self, line: &str) {
+        self.output.lock().await.write_all(format!("{line}\n").as_bytes()).await.unwrap();
     }
 
     /// From now on the pipe accepts so many bytes.
@@ -153,10 +182,10 @@ async fn settle() {
     sleep(MS).await;
 }
 
-async fn serve(pipe: DuplexStream, asked: Arc<Mutex<Vec<String>>>) {
-    let mut pipe = BufReader::new(pipe);
+async fn serve(input: ReadHalf<DuplexStream>, output: Output, asked: Arc<Mutex<Vec<String>>>) {
+    let mut input = BufReader::new(input);
     let mut line = String::new();
-    while pipe.read_line(&mut line).await.unwrap_or(0) > 0 {
+    while input.read_line(&mut line).await.unwrap_or(0) > 0 {
         let message: Value = serde_json::from_str(&line).unwrap();
         line.clear();
         let result = match message["method"].as_str() {
@@ -168,12 +197,15 @@ async fn serve(pipe: DuplexStream, asked: Arc<Mutex<Vec<String>>>) {
             Some("tools/call") => {
                 let name = message["params"]["name"].as_str().unwrap();
                 asked.lock().unwrap().push(name.to_owned());
+                if name == "mute" {
+                    continue;
+                }
                 json!({ "content": [] })
             }
             _ => json!({}),
         };
         let answer = json!({ "jsonrpc": "2.0", "id": message["id"], "result": result });
-        pipe.get_mut().write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+        output.lock().await.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
     }
 }
 
@@ -361,10 +393,7 @@ async fn a_first_attempt_whose_time_is_over_when_the_pipe_takes_the_first_of_it_
 async fn a_call_whose_annotation_is_taken_back_before_the_pipe_takes_the_first_of_it_is_not_sent() {
     for accepted in [0, 1] {
         let lab = Lab::new().await;
-        let mut tools = Catalog::default();
-        let page = r#"{"tools":[{"name":"first","annotations":{"readOnlyHint":true}}]}"#;
-        tools.add_json(page).unwrap();
-        lab.inner.tools.read(lab.inner.tools.as_of(), tools);
+        lab.annotate("first");
         lab.leave_room(accepted);
         let (mut request, activity) = watched();
         request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
@@ -403,4 +432,94 @@ async fn a_call_of_which_the_pipe_has_accepted_nothing_does_not_put_off_the_end_
             _ => assert!(first.poll().is_pending()),
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_said_before_the_pipe_has_accepted_any_of_a_call_is_no_answer_to_it() {
+    let answers = [r#""result":{"content":[]}"#, r#""error":{"code":1,"message":"m"}"#, r#""error":1"#];
+    for (accepted, answer) in answers.into_iter().flat_map(|answer| [(0, answer), (1, answer)]) {
+        let lab = Lab::new().await;
+        lab.leave_room(accepted);
+        let mut first = lab.begin_held_up(tool("first")).await;
+        // The handshake was number 0.
+        lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
+        settle().await;
+        assert_eq!(first.poll().is_pending(), accepted == 0, "{answer}");
+        if accepted == 0 {
+            lab.leave_room(usize::MAX);
+            first.await.unwrap();
+            assert_eq!(lab.asked(), ["first"]);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_has_not_left_when_its_response_is_there_does_not_leave_any_more() {
+    let exchange = Exchange::new(tool("first"), 1, 0);
+    assert!(!exchange.has_left() && !exchange.is_out() && !exchange.frame.take());
+    let error = seen(exchange.take_sight().unwrap(), None);
+    assert_eq!(error.delivery(), Delivery::NotSent);
+
+    let exchange = Exchange::new(tool("first"), 1, 0);
+    assert!(exchange.frame.take() && exchange.has_left() && exchange.is_out());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_annotation_is_taken_back_while_the_server_has_it_may_have_been_a_write() {
+    for (end, is_changed) in
+        [End::Deadline, End::Closure].into_iter().flat_map(|end| [(end, true), (end, false)])
+    {
+        let lab = Lab::new().await;
+        lab.annotate("mute");
+        let mut request = tool("mute").deadline(seconds(1));
+        request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
+        let mut call = lab.begin(request).await;
+        if is_changed {
+            lab.inner.tools.changed();
+        }
+        match end {
+            End::Closure => lab.connection.close(),
+            _ => sleep(2 * SECOND).await,
+        }
+        let error = failed(&mut call);
+        assert_eq!((lab.asked(), error.delivery()), (vec!["mute".to_owned()], Delivery::Ambiguous));
+        assert_eq!(error.effect() == Effect::Write, is_changed, "{end:?}");
+    }
+}
+
+/// The protocol's own call in the SDK's form for what it has no type for.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_written_by_hand_is_judged_by_its_tool_as_others_are() {
+    for (name, reads) in [("first", true), ("second", false)] {
+        let lab = Lab::new().await;
+        lab.annotate("first");
+        let params = json!({ "name": name, "arguments": { "x": 1 } });
+        let mut request = Request::new(CustomRequest::new("tools/call", Some(params)));
+        assert_eq!((request.tool_name(), request.arguments().unwrap()["x"].as_i64()), (Some(name), Some(1)));
+        request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
+        let answer = lab.connection.clone().call(request).await;
+        assert_eq!(answer.is_ok(), reads, "{answer:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_batch_leaves_others_their_turn_and_is_read_to_its_end() {
+    const JUNK: usize = 50_000;
+    let lab = Lab::new().await;
+    let call = lab.begin(tool("mute")).await;
+    let ignored = lab.connection.ignored();
+    lab.says(&format!(r#"[{}{{"jsonrpc":"2.0","id":1,"result":{{"content":[]}}}}]"#, "1,".repeat(JUNK)))
+        .await;
+    let turns = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&turns);
+    let other = tokio::spawn(poll_fn(move |cx| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        cx.waker().wake_by_ref();
+        Poll::<()>::Pending
+    }));
+    call.await.unwrap();
+    other.abort();
+    assert_eq!(lab.connection.ignored() - ignored, JUNK as u64);
+    // It is looked at twice, since half a batch is none.
+    assert!(turns.load(Ordering::Relaxed) > 2 * JUNK / 1_000);
 }

@@ -35,13 +35,15 @@ use super::{
 use crate::{
     BoxError,
     connection::BoxFuture,
-    jsonrpc::{Lines, Piece},
+    jsonrpc::{Batch, Lines, Piece},
 };
 
 /// How long a pipe is read on whose process has exited.
 const DRAIN: Duration = Duration::from_millis(50);
 /// How much is read at once.
 const READ: usize = 16 << 10;
+/// How many elements of a batch are looked at before others have their turn.
+const PORTION: usize = 512;
 /// How many messages that are no calls (answers, cancellations, the user's notifications) wait for the pipe at most.
 /// More are not sent.
 const MAX_WAITING: usize = 2_048;
@@ -234,6 +236,8 @@ pub(super) struct Pipe {
     waiting: Arc<AtomicUsize>,
     lines: Lines,
     input: BytesMut,
+    /// A batch that is worked off before anything else is read.
+    batch: Option<Batch>,
     ready: VecDeque<ServerJsonRpcMessage>,
     /// The child's own exit: a grandchild may keep its output open for ever.
     exited: Option<BoxFuture<()>>,
@@ -252,6 +256,7 @@ impl Pipe {
             waiting: Arc::default(),
             lines: Lines::new(MAX_LINE),
             input: BytesMut::new(),
+            batch: None,
             ready: VecDeque::new(),
             exited: Some(exited),
             draining: None,
@@ -265,6 +270,19 @@ impl Pipe {
             if let Some(message) = self.ready.pop_front() {
                 return Poll::Ready(Some(message));
             }
+            if let Some(mut batch) = self.batch.take() {
+                let is_over = batch.texts(&mut PORTION.clone(), |message| match message {
+                    Ok(message) => self.read_message(message.as_bytes()),
+                    Err(_) => self.ignore(false),
+                });
+                if !is_over {
+                    self.batch = Some(batch);
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                self.work_off();
+                continue;
+            }
             let Some(reader) = self.reader.as_mut().filter(|_| !self.ended) else { return Poll::Ready(None) };
             if self.input.capacity() - self.input.len() < READ / 4 {
                 self.input.reserve(READ);
@@ -277,24 +295,29 @@ impl Pipe {
                 }
             };
             let at_end = !matches!(read, Ok(read) if read > 0);
-            let mut input = std::mem::take(&mut self.input);
             if at_end {
-                while let Ok(Some(piece)) = self.lines.decode_eof(&mut input) {
-                    self.read(piece);
-                }
                 self.let_go();
-            } else {
-                let before = self.ready.len();
-                while let Ok(Some(piece)) = self.lines.decode(&mut input) {
-                    self.read(piece);
-                }
-                // A part of a message; whole ones speak for themselves.
-                if self.ready.len() == before {
-                    self.inner.heard();
-                }
             }
-            self.input = input;
+            self.work_off();
+            // A part of a message; whole ones speak for themselves.
+            if !at_end && self.ready.is_empty() && self.batch.is_none() {
+                self.inner.heard();
+            }
         }
+    }
+
+    /// Reads what is there, up to a batch.
+    fn work_off(&mut self) {
+        let mut input = std::mem::take(&mut self.input);
+        while self.batch.is_none() {
+            let piece = match self.ended {
+                false => self.lines.decode(&mut input),
+                true => self.lines.decode_eof(&mut input),
+            };
+            let Ok(Some(piece)) = piece else { break };
+            self.read(piece);
+        }
+        self.input = input;
     }
 
     /// Ready when the child has exited and what was in the pipe has had its time.
@@ -312,10 +335,11 @@ impl Pipe {
 
     fn read(&mut self, piece: Piece) {
         match piece {
-            Piece::Line(line) => match serde_json::from_slice::<ServerJsonRpcMessage>(&line) {
-                Ok(message) => self.ready.push_back(message),
-                Err(_) => self.read_odd(&line),
+            Piece::Line(line) if Batch::is_one(&line) => match Batch::new(line) {
+                Ok(batch) => self.batch = Some(batch),
+                Err(_) => self.ignore(false),
             },
+            Piece::Line(line) => self.read_message(&line),
             Piece::TooLong => {
                 self.inner.ignore(true);
                 tracing::debug!(target: "goaround", "a line above the limit was ignored");
@@ -326,37 +350,34 @@ impl Pipe {
         }
     }
 
-    /// A batch, or a message that the SDK cannot read: if it is an answer, its call must not wait for ever.
-    fn read_odd(&mut self, line: &[u8]) {
-        if let Ok(batch) = serde_json::from_slice::<Vec<&RawValue>>(line) {
-            for message in batch {
-                match serde_json::from_str(message.get()) {
-                    Ok(message) => self.ready.push_back(message),
-                    Err(_) => self.odd_answer(message.get().as_bytes()),
-                }
-            }
-            return;
+    fn read_message(&mut self, message: &[u8]) {
+        if !is_object(message) {
+            return self.ignore(false);
         }
-        if !line.trim_ascii().is_empty() {
-            self.odd_answer(line);
+        match serde_json::from_slice(message) {
+            Ok(message) => self.ready.push_back(message),
+            Err(_) => self.odd_answer(message),
         }
     }
 
+    /// A message that the SDK cannot read: if it is an answer, its call must not wait for ever.
     fn odd_answer(&mut self, message: &[u8]) {
         match Envelope::of(message) {
             Some(envelope) if envelope.is_answer() => {
                 self.end_oddly(envelope.number(), Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
-            envelope => {
-                self.inner.ignore(envelope.is_some_and(|envelope| envelope.is_message()));
-                tracing::debug!(target: "goaround", "a line that is no message was ignored");
-            }
+            envelope => self.ignore(envelope.is_some_and(|envelope| envelope.is_message())),
         }
+    }
+
+    fn ignore(&self, is_json_rpc: bool) {
+        self.inner.ignore(is_json_rpc);
+        tracing::debug!(target: "goaround", "what is no message was ignored");
     }
 
     /// Ends the call of that id with what was seen. The SDK is told in words that it knows.
     fn end_oddly(&mut self, id: Option<i64>, sight: Sight) {
-        let exchange = id.and_then(|id| self.inner.sent_as(id));
+        let exchange = id.and_then(|id| self.inner.sent_as(id)).filter(|exchange| exchange.is_out());
         if let (Some(id), Some(exchange)) = (id, exchange) {
             exchange.saw(sight);
             self.ready.push_back(seen_elsewhere(RequestId::Number(id)));
@@ -509,6 +530,11 @@ impl Future for Writing<'_> {
     }
 }
 
+/// Whether it begins as a message does. What is read into structs would also be read from an array.
+pub(super) fn is_object(message: &[u8]) -> bool {
+    message.trim_ascii_start().starts_with(b"{")
+}
+
 /// What a message is, whatever else is in it.
 #[derive(Default, serde::Deserialize)]
 pub(super) struct Envelope<'a> {
@@ -524,7 +550,7 @@ pub(super) struct Envelope<'a> {
 
 impl<'a> Envelope<'a> {
     pub(super) fn of(message: &'a [u8]) -> Option<Self> {
-        serde_json::from_slice(message).ok()
+        is_object(message).then(|| serde_json::from_slice(message).ok())?
     }
 
     pub(super) fn is_answer(&self) -> bool {
