@@ -112,6 +112,8 @@ struct Inner {
     misjudged: bool,
     /// Whether a layer that answers for writes has reported what became of it.
     reported: bool,
+    /// Whether a layer further in has attempted it more than once, or somebody else has: then nobody hands it over anew.
+    repeated: bool,
     /// The request, where nothing of it was sent. Behind a lock for `Sync` alone.
     request: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -433,6 +435,7 @@ impl CallError {
             loss: None,
             misjudged: false,
             reported: false,
+            repeated: false,
             request: Mutex::new(None),
         }))
     }
@@ -571,6 +574,7 @@ impl CallError {
         facts.0.closure = self.0.closure.clone();
         facts.0.misjudged = self.0.misjudged;
         facts.0.reported = self.0.reported;
+        facts.0.repeated = self.0.repeated;
         facts
     }
 
@@ -673,6 +677,13 @@ impl CallError {
         self.0.misjudged
     }
 
+    /// Says that it is not to be handed over anew though its last attempt was not sent: whoever would do that asks neither
+    /// for the order of writes nor for what came of the attempts before it.
+    pub(crate) fn set_repeated(&mut self) {
+        self.0.repeated = true;
+        self.0.request = Mutex::new(None);
+    }
+
     pub(crate) fn set_reported(&mut self) {
         self.0.reported = true;
     }
@@ -750,7 +761,8 @@ impl CallError {
         if writes && !is_final && self.is_doubtful_before_its_end() {
             return crate::Rule::Check;
         }
-        crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted)
+        let rule = crate::rule(effect, &self.0.cause, self.0.scope, self.delivery(), trusted);
+        if writes && self.0.repeated { crate::Rule::Return } else { rule }
     }
 
     /// Whether another attempt than the one that ended so is in doubt: a layer further in has made more than one, or

@@ -146,7 +146,10 @@ impl Ledger for Store {
 
     fn abandon(&self, id: EntryId, state: State) {
         self.hints.lock().unwrap().push(state.clone());
-        let _ = self.update(id, |entry| entry.settle(entry.revision, state, SystemTime::now()));
+        let _ = self.update(id, |entry| match entry.state {
+            State::Open => entry.settle(entry.revision, state, SystemTime::now()),
+            _ => Err(LedgerError::Conflict(id)),
+        });
     }
 
     async fn started(&self, _: ServerProcess) -> Result<(), LedgerError> {

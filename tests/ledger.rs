@@ -427,6 +427,18 @@ fn a_hint_without_a_runtime_is_stored() {
     assert_eq!(entry.state, State::InDoubt { reason: "dropped".into() });
 }
 
+/// It may come from a copy of the call that was never handed over.
+#[tokio::test]
+async fn a_hint_settles_no_doubt() {
+    let directory = tempfile::tempdir().unwrap();
+    let ledger = DurableLedger::open(directory.path().join("ledger")).unwrap();
+    let revision = ledger.enter(entry(1)).await.unwrap();
+    let doubt = State::InDoubt { reason: "reset".into() };
+    ledger.settle(id(1), revision, doubt.clone()).await.unwrap();
+    ledger.abandon(id(1), State::Answered);
+    assert_eq!(ledger.in_doubt().await.unwrap().remove(0).state, doubt);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_of_many_claims_succeeds() {
     let directory = tempfile::tempdir().unwrap();

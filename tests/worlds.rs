@@ -653,7 +653,10 @@ impl Ledger for Store {
     }
     fn abandon(&self, id: EntryId, state: ledger::State) {
         if !self.world.chance(self.world.plan.store_fails) {
-            let _ = self.change(id, |entry| entry.settle(entry.revision, state, SystemTime::now()));
+            let _ = self.change(id, |entry| match entry.state {
+                ledger::State::Open => entry.settle(entry.revision, state, SystemTime::now()),
+                _ => Err(LedgerError::Conflict(id)),
+            });
         }
     }
 }

@@ -829,6 +829,11 @@ impl Connection {
         if let Some(progress) = request.context().progress() {
             progress.made();
         }
+        if request.context().basis() == Basis::TrustedAnnotation
+            && let Some(activity) = request.context().activity()
+        {
+            activity.taken_by(inner.tools.word(request.tool_name().map(Into::into), effect_of(&request)));
+        }
         let exchange = match inner.enter(request) {
             Ok(exchange) => exchange,
             Err(refused) => {

@@ -184,6 +184,11 @@ impl Account {
                         Some(Ok(revision)) => revision,
                         // Nothing has changed, or somebody else has it, which shows at its end.
                         Some(Err(LedgerError::Overtaken(_))) => last,
+                        Some(Err(LedgerError::Conflict(id)))
+                            if claiming && matches!(state, State::NotLanded { .. }) =>
+                        {
+                            return Err(LedgerError::Conflict(id));
+                        }
                         Some(Err(LedgerError::Conflict(_))) if claiming => last,
                         // It was never entered: whoever has an entry of it, a layer further out, says what becomes of it.
                         Some(Err(
@@ -313,6 +318,7 @@ impl<Res> Closing<Res> {
             result.as_ref().is_err_and(|error| error.outcome() == Outcome::NotDone)
         };
         let Some(Err(mut error)) = self.result.take_if(is_lost) else { return };
+        error.set_repeated();
         claimed_by_another(error.attempts_mut());
         let error = error.note(TAKEN_OVER);
         if let Some(news) = &mut self.news {
@@ -420,8 +426,10 @@ fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
-        self.back.told |=
-            self.news.as_ref().is_some_and(|news| news.abandoned.is_some() || news.doubt.is_some());
+        self.back.told |= self
+            .news
+            .as_ref()
+            .is_some_and(|news| news.abandoned.is_some() || (news.doubt.is_some() && !self.back.not_done));
         self.back.give_unread();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             match &news.abandoned {

@@ -1403,9 +1403,8 @@ where
         }
         let told = doubtful && !self.parts.current.activity.is_taken_over();
         let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
-        let may_be_lost = step.is_some()
-            && outcome == Some(Outcome::NotDone)
-            && !self.parts.current.activity.is_taken_over();
+        // Also if a layer further in has told otherwise.
+        let may_be_lost = step.is_some() && outcome == Some(Outcome::NotDone);
         let lost = may_be_lost
             .then(|| self.doubt_report(&result, Some(TAKEN_OVER.to_owned()), Some(Outcome::Unknown)));
         // What a caller that goes away before it is recorded would be the only one to know.
@@ -1417,7 +1416,8 @@ where
         });
         let failure = Some(self.parts.basis).filter(|_| self.parts.outermost);
         let news = News { events: self.parts.events.share(), doubt, lost, success, failure, abandoned };
-        let mut back = self.what_goes_back(doubtful && result.is_err(), outcome == Some(Outcome::NotDone));
+        let not_done = outcome == Some(Outcome::NotDone);
+        let mut back = self.what_goes_back(doubtful && result.is_err() && !not_done, not_done);
         match step {
             None => {
                 back.give();
@@ -1435,8 +1435,12 @@ where
     }
 
     /// A request that was handed back goes on as it came: what this layer has put into it would tell those that have it
-    /// next that this layer still answers for it.
+    /// next that this layer still answers for it. It does not go on once it was attempted: a replay is this layer's alone.
     fn hand_back(&self, error: &mut CallError) {
+        let was_sent = |attempt: &Attempt| attempt.delivery != Delivery::NotSent;
+        if self.replay.is_some() || self.attempts.iter().any(was_sent) {
+            return error.set_repeated();
+        }
         let Some(mut request) = error.take_request_of::<Req>(Some(self.parts.call)) else { return };
         let context = request.context_mut();
         context.set_guarded(false);

@@ -362,11 +362,14 @@ macro_rules! handed_on {
         }
     };
     (but settle) => {
-        async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
-            self.0.enter(entry).await
-        }
+        handed_on!(but settle, claim);
         async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
             self.0.claim(id, revision).await
+        }
+    };
+    (but settle, claim) => {
+        async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+            self.0.enter(entry).await
         }
         async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
             self.0.in_doubt().await

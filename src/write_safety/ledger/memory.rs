@@ -248,8 +248,11 @@ impl Ledger for MemoryLedger {
 
     fn abandon(&self, id: EntryId, state: State) {
         let mut book = self.book();
-        let Ok(revision) = book.get(id).map(|(_, slot)| slot.entry.revision) else { return };
-        let _ = book.settle(id, revision, state);
+        let Ok((_, slot)) = book.get(id) else { return };
+        if slot.entry.state == State::Open {
+            let revision = slot.entry.revision;
+            let _ = book.settle(id, revision, state);
+        }
     }
 }
 
@@ -309,6 +312,17 @@ mod tests {
         let kept = ledger.in_doubt().await.unwrap();
         assert_eq!((kept.len(), kept[0].key.as_deref()), (MOST, Some("1")));
         assert!(matches!(ledger.admit("other"), Err(LedgerError::Full(MOST))));
+    }
+
+    /// It may come from a copy of the call that was never handed over.
+    #[tokio::test]
+    async fn a_hint_settles_no_doubt() {
+        let ledger = MemoryLedger::new();
+        let write = entry(1, Some("account 7"));
+        ledger.keep(write.clone());
+        Ledger::abandon(&ledger, write.id, State::not_done("its caller left"));
+        assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+        assert!(ledger.admit("account 7").is_err());
     }
 
     #[tokio::test]

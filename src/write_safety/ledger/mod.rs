@@ -179,7 +179,9 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 ///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
 ///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
 /// - refuses a claim with [`LedgerError::Overtaken`] where an entry that [touches](Entry::touches) this one was
-///   entered since, as the layer does for the writes of its own process.
+///   entered since, as the layer does for the writes of its own process;
+/// - refuses [`enter`](Ledger::enter) with [`LedgerError::KeyInDoubt`] while an entry that touches the new one is open
+///   and [claimed](Entry::attempts): its replay may be on its way, or wait for a connection, and is not asked again.
 ///
 /// That keeps replays apart, and not what was sent already: a fence must hold besides. `tests/stateright.rs` explores
 /// two such processes in every order, and shows what happens where a lease alone counts.
@@ -233,7 +235,9 @@ pub trait Ledger: Send + Sync + 'static {
     /// A hint from a destructor, which cannot wait: this write's call is over, and that is what is known of it.
     /// It must not block, must not need a runtime and does not fail. Without it the entry stays open: in doubt for whoever
     /// comes when this process is gone, and under way until then.
-    /// Ignored for an entry that is closed or not there.
+    /// Ignored for an entry that is not [`Open`](State::Open) or not there: what was said to be in doubt is not made
+    /// undone by a hint, which may come from a copy of the call that was never sent. On a shared database ignored, too,
+    /// for one that another process has claimed.
     fn abandon(&self, id: EntryId, state: State) {
         let _ = (id, state);
     }

@@ -235,7 +235,7 @@ impl DurableLedger {
     fn change(
         &self,
         id: EntryId,
-        revision: Option<u64>,
+        from: impl FnOnce(&Entry) -> Option<u64>,
         state: State,
     ) -> Result<(u64, Option<writer::Pending>), LedgerError> {
         let (state, now) = (clipped(state), self.now());
@@ -243,10 +243,7 @@ impl DurableLedger {
         let line =
             |revision| Record::Settle { id, revision, at_ms: millis(now), to: Cow::Borrowed(&to) }.line();
         self.0.shared.queued(line, |book| {
-            let from = match revision {
-                Some(revision) => revision,
-                None => book.get(id)?.revision,
-            };
+            let from = from(book.get(id)?).ok_or(LedgerError::Conflict(id))?;
             Ok((from, book.settle(id, from, state, now)?))
         })
     }
@@ -271,7 +268,7 @@ impl Ledger for DurableLedger {
     }
 
     async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
-        let (revision, pending) = self.change(id, Some(revision), state)?;
+        let (revision, pending) = self.change(id, |_| Some(revision), state)?;
         if let Some(pending) = pending {
             pending.wait().await?;
         }
@@ -307,7 +304,8 @@ impl Ledger for DurableLedger {
     }
 
     async fn forget(&self, id: EntryId, by: &str) -> Result<(), LedgerError> {
-        let (_, pending) = self.change(id, None, State::Forgotten { by: by.to_owned() })?;
+        let (_, pending) =
+            self.change(id, |entry| Some(entry.revision), State::Forgotten { by: by.to_owned() })?;
         tracing::info!(target: "goaround", entry = %id, by, "write in doubt forgotten");
         if let Some(pending) = pending {
             pending.wait().await?;
@@ -316,7 +314,8 @@ impl Ledger for DurableLedger {
     }
 
     fn abandon(&self, id: EntryId, state: State) {
-        let _ = self.change(id, None, state);
+        let open = |entry: &Entry| (entry.state == State::Open).then_some(entry.revision);
+        let _ = self.change(id, open, state);
     }
 
     async fn started(&self, server: ServerProcess) -> Result<(), LedgerError> {
