@@ -2,8 +2,9 @@
 //! the ledger say must be so, no write lands twice, and none is overwritten by a replay.
 //!
 //! The simulator (`tests/simulation`) has the real stack, processes and wires, and wants to be optimized. This has less
-//! of a world and more of the layer, and runs with the other tests: nested layers, several stacks with one ledger, a
-//! ledger elsewhere that fails, hangs, or has done what it failed at, checks that panic, connections that mark nothing.
+//! of a world and more of the layer, and runs with the other tests: nested layers, gateways whose connections are whole
+//! stacks, several stacks with one ledger, a ledger elsewhere that fails, hangs, or has done what it failed at, checks that
+//! panic, connections that mark nothing or are dead when they come, callers that leave after any poll.
 //! What is declared falsely must be found out.
 //!
 //! - `GOAROUND_WORLDS=n` flies n seeds, 2,000 by default; `GOAROUND_FROM=s` begins with that seed.
@@ -81,6 +82,20 @@ struct Plan {
     store_fails: u32,
     stacks: u32, // 2: the writes of one key go over two, which have one ledger
     nest: u32,   // 1: refuse() around it, 2: one with the same check around it, 3: retries around it
+    /// What is around all that, from the inside out.
+    around: Vec<Around>,
+    /// How many of a hundred connections are closed when they come.
+    dead: u32,
+    leaves_after_polls: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Around {
+    Refuses,
+    RefusesInTime,
+    Retries,
+    /// Its connections are what is within.
+    Gateway,
 }
 
 #[derive(Default)]
@@ -216,8 +231,53 @@ impl Service<()> for Connector {
             if world.chance(8) {
                 return Err("no".into());
             }
-            Ok(world.connection())
+            let connection = world.connection();
+            if world.chance(world.plan.dead) {
+                world.close(&connection.1);
+            }
+            Ok(connection)
         })
+    }
+}
+
+type Boxed = BoxCloneService<Req, u32, CallError>;
+
+#[derive(Clone)]
+struct Gateway(World, Arc<Mutex<Boxed>>);
+
+impl Service<()> for Gateway {
+    type Response = Boxed;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Boxed, BoxError>> + Send>>;
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+    fn call(&mut self, (): ()) -> Self::Future {
+        let (world, within) = (self.0.clone(), self.1.lock().unwrap().clone());
+        Box::pin(async move {
+            sleep(world.wait(1500)).await;
+            Ok(within)
+        })
+    }
+}
+
+/// Of a caller that leaves after so many polls.
+struct Leaves<F>(Option<Pin<Box<F>>>, u32);
+
+impl<F: Future> Future for Leaves<F> {
+    type Output = Option<F::Output>;
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let left = self.1;
+        self.1 = left.saturating_sub(1);
+        let polled = self.0.as_mut().map(|call| call.as_mut().poll(cx));
+        match polled {
+            Some(Poll::Ready(result)) => Poll::Ready(Some(result)),
+            Some(Poll::Pending) if left > 0 => Poll::Pending,
+            _ => {
+                self.0 = None;
+                Poll::Ready(None)
+            }
+        }
     }
 }
 
@@ -667,6 +727,15 @@ struct Reports {
     abandoned: HashMap<String, u32>,
 }
 
+fn around(rng: &mut fastrand::Rng) -> Around {
+    match rng.u32(0..4) {
+        0 => Around::Refuses,
+        1 => Around::RefusesInTime,
+        2 => Around::Retries,
+        _ => Around::Gateway,
+    }
+}
+
 fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
     let check = rng.u32(0..100) < 75;
     let quarantine = (check && rng.u32(0..100) < 55).then(|| rng.u64(200..6000));
@@ -700,6 +769,12 @@ fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
         store_fails: if rng.bool() { 0 } else { rng.u32(0..30) },
         stacks: if conflict == 1 { rng.u32(1..3) } else { 1 },
         nest: if rng.bool() { rng.u32(0..4) } else { 0 },
+        around: match rng.u32(0..3) {
+            0 => (0..rng.u32(1..4)).map(|_| around(rng)).collect(),
+            _ => Vec::new(),
+        },
+        dead: if rng.u32(0..3) == 0 { rng.u32(0..60) } else { 0 },
+        leaves_after_polls: rng.u32(0..4) == 0,
     }
 }
 
@@ -771,7 +846,7 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let layer = layer.max_checks(plan.max_checks);
     let store = Store { world: world.clone(), table: Arc::default() };
     let layer = if plan.store { layer.ledger(store.clone()) } else { layer.ledger(ledger.clone()) };
-    let below: BoxCloneService<Req, u32, CallError> = match plan.reconnect {
+    let below: Boxed = match plan.reconnect {
         true => {
             BoxCloneService::new(RetryReadOnly.layer(ReconnectLayer::once().layer(Connector(world.clone()))))
         }
@@ -791,12 +866,24 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
                 _ => layer.clone(),
             };
             let inner = layer.layer(below.clone());
-            let inner: BoxCloneService<Req, u32, CallError> = match plan.nest {
+            let inner: Boxed = match plan.nest {
                 0 => BoxCloneService::new(inner),
                 1 => BoxCloneService::new(WriteSafetyLayer::refuse().ledger(ledger.clone()).layer(inner)),
                 2 => BoxCloneService::new(layer.layer(RetryReadOnly.layer(inner))),
                 _ => BoxCloneService::new(RetryReadOnly.attempt_timeout(ms(700)).layer(inner)),
             };
+            let inner = plan.around.iter().fold(inner, |within, around| match around {
+                Around::Refuses => BoxCloneService::new(WriteSafetyLayer::refuse().layer(within)),
+                Around::RefusesInTime => {
+                    let layer = WriteSafetyLayer::refuse().attempt_timeout(world.wait(3000) + ms(1));
+                    BoxCloneService::new(layer.layer(within))
+                }
+                Around::Retries => BoxCloneService::new(RetryReadOnly.attempt_timeout(ms(700)).layer(within)),
+                Around::Gateway => {
+                    let gateway = Gateway(world.clone(), Arc::new(Mutex::new(within)));
+                    BoxCloneService::new(ReconnectLayer::once().layer(gateway))
+                }
+            });
             let deadline = DeadlineLayer::new(ms(plan.deadline)).on_event(sink.clone());
             BoxCloneService::new(deadline.layer(inner))
         })
@@ -808,13 +895,15 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
         let (service, world) = (stacks[(token / 2 % plan.stacks) as usize].clone(), world.clone());
         let (begin, drop_at) = (world.wait(3000), world.chance(15).then(|| world.wait(plan.deadline)));
         let limit = plan.deadline;
+        let leaves = (plan.leaves_after_polls && world.chance(40)).then(|| world.pick(12));
         calls.push(tokio::spawn(async move {
             sleep(begin).await;
             let start = Instant::now();
             let call = service.oneshot(request);
-            let told = match drop_at {
-                Some(at) => tokio::time::timeout(at, call).await.ok(),
-                None => Some(call.await),
+            let told = match (leaves, drop_at) {
+                (Some(polls), _) => Leaves(Some(Box::pin(call)), polls).await,
+                (None, Some(at)) => tokio::time::timeout(at, call).await.ok(),
+                (None, None) => Some(call.await),
             };
             world.log(format!(
                 "write {token} told {:?}",
@@ -844,7 +933,7 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
         let doubts = reports.doubts.get(&name).copied().unwrap_or_default();
         let abandoned = reports.abandoned.get(&name).copied().unwrap_or_default();
         let listed = left.iter().any(|entry| entry.method == name);
-        if plan.store {
+        if plan.store && plan.around.is_empty() {
             let entry = table.values().find(|entry| entry.method == name).map(|entry| entry.state.clone());
             let lie = match (&entry, told) {
                 (Some(ledger::State::NotLanded { .. }), Some(Ok(_))) => true,
@@ -880,12 +969,14 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
                 if begun > 0 && doubts + abandoned == 0 {
                     return wrong(token, "dropped, landed and not reported".into());
                 }
-                if (abandoned > 0) != listed && doubts == 0 && !plan.store {
+                if (abandoned > 0) != listed && doubts == 0 && !plan.store && plan.around.is_empty() {
                     return wrong(token, "abandoned and not in the ledger, or the other way round".into());
                 }
             }
             Some(Ok(_)) if *then == 0 => return wrong(token, "Ok and not there".into()),
-            Some(Ok(_)) if listed => return wrong(token, "Ok and in the ledger".into()),
+            Some(Ok(_)) if listed && plan.around.is_empty() => {
+                return wrong(token, "Ok and in the ledger".into());
+            }
             Some(Ok(_)) => {}
             Some(Err(error)) => {
                 let outcome = error.outcome();
@@ -900,7 +991,7 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
                 if unknown && doubts != 1 {
                     return wrong(token, format!("{error}: not reported"));
                 }
-                if unknown != listed && !plan.store {
+                if unknown != listed && !plan.store && plan.around.is_empty() {
                     return wrong(token, format!("{error}: ledger says {listed}"));
                 }
                 if outcome == Outcome::Answered && !error.may_have_landed() && begun > 0 {
