@@ -748,6 +748,15 @@ fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
     }
     let marks = rng.bool();
     let conflict = rng.u32(0..3);
+    let around: Vec<_> = match rng.u32(0..3) {
+        0 => (0..rng.u32(1..4)).map(|_| around(rng)).collect(),
+        _ => Vec::new(),
+    };
+    // What a dead connection gives back, a gateway has next.
+    let dead = match around.iter().any(|around| matches!(around, Around::Gateway)) {
+        true => rng.u32(0..90),
+        false => rng.u32(0..120).saturating_sub(80),
+    };
     Plan {
         lie,
         quarantine,
@@ -769,11 +778,8 @@ fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
         store_fails: if rng.bool() { 0 } else { rng.u32(0..30) },
         stacks: if conflict == 1 { rng.u32(1..3) } else { 1 },
         nest: if rng.bool() { rng.u32(0..4) } else { 0 },
-        around: match rng.u32(0..3) {
-            0 => (0..rng.u32(1..4)).map(|_| around(rng)).collect(),
-            _ => Vec::new(),
-        },
-        dead: if rng.u32(0..3) == 0 { rng.u32(0..60) } else { 0 },
+        around,
+        dead,
         leaves_after_polls: rng.u32(0..4) == 0,
     }
 }
