@@ -725,14 +725,12 @@ pub(crate) struct Guard {
 impl Activity {
     /// Of an attempt of a write, with what its layer says if it may replay it.
     #[inline]
-    pub(crate) fn guarded(guard: Option<Guard>) -> Arc<Self> {
+    pub(crate) fn guarded(guard: Guard) -> Arc<Self> {
         // Made in its place; what is not zero is told it there.
         let activity = Arc::<Self>::default();
-        if let Some(Guard { ledger, key }) = guard {
-            activity.ledger.store(ledger.get(), Ordering::Relaxed);
-            if key.is_some() {
-                activity.lock().key = key;
-            }
+        activity.ledger.store(guard.ledger.get(), Ordering::Relaxed);
+        if guard.key.is_some() {
+            activity.lock().key = guard.key;
         }
         activity
     }

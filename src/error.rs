@@ -684,13 +684,19 @@ impl CallError {
         self.0.request = Mutex::new(None);
     }
 
+    /// Whether that was said.
+    pub(crate) fn is_repeated(&self) -> bool {
+        self.0.repeated
+    }
+
     pub(crate) fn set_reported(&mut self) {
         self.0.reported = true;
     }
 
-    /// Whether it is unknown what a call did that no layer took for a write, and that is to be reported.
+    /// Whether a call may have done something that no layer took for a write, and that is to be reported.
     pub(crate) fn is_unreported(&self) -> bool {
-        self.0.misjudged && !self.0.reported && self.outcome() == Outcome::Unknown
+        let taken_back = self.0.misjudged || matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged));
+        taken_back && !self.0.reported && self.may_have_landed()
     }
 
     /// Says who judged the call, if no layer further down has.

@@ -16,7 +16,7 @@ use std::{
 use goaround::{
     BoxError, Call, CallError, DeadlineLayer, Evidence, Outcome, ReconnectLayer, Stack, WriteSafetyLayer,
     write_safety::{
-        KeyedWrites,
+        KeyedAnswer, KeyedWrites,
         ledger::{Entry, EntryId, Ledger, LedgerError, MemoryLedger, State},
     },
 };
@@ -95,34 +95,45 @@ async fn a_replay_that_was_handed_back_is_told_once() {
     assert_eq!(lab.events.doubts(), 1, "{result:?} {:#?}", lab.events.all());
 }
 
-/// The same under a layer that refuses replays and has an attempt timeout: all of it on one key and one ledger.
+/// The same under a layer that refuses replays and has an attempt timeout, and may keep the request all the same: all of it
+/// on one key and one ledger.
 #[tokio::test(start_paused = true)]
 async fn a_layer_that_refuses_replays_does_not_make_one_over_a_later_write() {
-    let (lab, ledger) = (Lab::new(), MemoryLedger::new());
-    lab.readiness(Readiness::Ready);
-    for _ in 0..2 {
-        lab.readiness(Readiness::Dead);
+    for keeps in [false, true] {
+        let (lab, ledger) = (Lab::new(), MemoryLedger::new());
+        lab.readiness(Readiness::Ready);
+        for _ in 0..2 {
+            lab.readiness(Readiness::Dead);
+        }
+        lab.connect(Connect::Ok).connect(Connect::After(3 * SECOND)).connect(Connect::After(3 * SECOND));
+        lab.connect(Connect::After(3 * SECOND));
+        lab.write(fail(closed())).write(answer(1));
+        let key = |_: &Req| Some("account 7");
+        let outer = Safety::refuse().attempt_timeout(2 * SECOND).ledger(ledger.clone()).conflict_key(key);
+        let outer = match keeps {
+            false => outer,
+            // It reads answers to its key, and knows what to answer.
+            true => outer
+                .landed_with(|_: &Req| 7)
+                .keyed(KeyedWrites::new(|_: &mut Req, _: &str| true).answers(|_| None::<KeyedAnswer<Res>>)),
+        };
+        let service = ServiceBuilder::new()
+            .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+            .layer(outer)
+            .layer(checked(&lab, &ledger))
+            .layer(ReconnectLayer::once())
+            .service(lab.connector());
+        let call = tokio::spawn(service.oneshot(write()));
+        sleep(7 * SECOND).await;
+        lab.log.note("now W2");
+        let other = Lab::new();
+        other.write(answer(2));
+        let mut other_stack = checked(&other, &ledger).layer(other.connection());
+        let second = other_stack.call(write()).await.map_err(|error| error.to_string());
+        lab.log.note(format!("W2: {second:?}"));
+        let result = call.await.unwrap().map_err(|error| error.to_string());
+        assert!(lab.writes() == 1 || second.is_err(), "replayed over W2: {result:?} {:?}", lab.log.timed());
     }
-    lab.connect(Connect::Ok).connect(Connect::After(3 * SECOND)).connect(Connect::After(3 * SECOND));
-    lab.connect(Connect::After(3 * SECOND));
-    lab.write(fail(closed())).write(answer(1));
-    let key = |_: &Req| Some("account 7");
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(Safety::refuse().attempt_timeout(2 * SECOND).ledger(ledger.clone()).conflict_key(key))
-        .layer(checked(&lab, &ledger))
-        .layer(ReconnectLayer::once())
-        .service(lab.connector());
-    let call = tokio::spawn(service.oneshot(write()));
-    sleep(7 * SECOND).await;
-    lab.log.note("now W2");
-    let other = Lab::new();
-    other.write(answer(2));
-    let mut other_stack = checked(&other, &ledger).layer(other.connection());
-    let second = other_stack.call(write()).await.map_err(|error| error.to_string());
-    lab.log.note(format!("W2: {second:?}"));
-    let result = call.await.unwrap().map_err(|error| error.to_string());
-    assert!(lab.writes() == 1 || second.is_err(), "replayed over W2: {result:?} {:?}", lab.log.timed());
 }
 
 /// The same of a write that was refused by an evidence that is trusted, and without any check, ledger or key: the order of

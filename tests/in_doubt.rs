@@ -286,15 +286,22 @@ async fn a_write_that_cannot_be_entered_is_refused() {
 
 #[tokio::test(start_paused = true)]
 async fn a_ledger_that_never_answers_ends_with_the_deadline_and_nothing_is_sent() {
-    let lab = Lab::new();
-    let store = Store::new(&lab.log).shut("enter");
-    let layer = WriteSafetyLayer::refuse().ledger(store.clone());
-    let error = service(&lab, layer).oneshot(write().within(SECOND)).await.unwrap_err();
-    assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 0));
-    assert_eq!(
-        *store.hints.lock().unwrap(),
-        [State::NotLanded { why: "deadline".into(), basis: goaround::FenceBasis::Observed }]
-    );
+    for nested in [false, true] {
+        let lab = Lab::new();
+        let store = Store::new(&lab.log).shut("enter");
+        let inner = Safety::refuse().ledger(store.clone()).layer(lab.connection());
+        let service = match nested {
+            true => BoxCloneService::new(Safety::refuse().layer(inner)),
+            false => BoxCloneService::new(inner),
+        };
+        let service = DeadlineLayer::new(60 * SECOND).layer(service);
+        let error = service.oneshot(write().within(SECOND)).await.unwrap_err();
+        assert_eq!((error.outcome(), lab.writes()), (Outcome::NotDone, 0));
+        assert_eq!(
+            *store.hints.lock().unwrap(),
+            [State::NotLanded { why: "deadline".into(), basis: goaround::FenceBasis::Observed }]
+        );
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -452,19 +459,22 @@ async fn a_write_whose_caller_goes_away_while_it_is_recorded_that_it_was_found_i
     }
 }
 
-/// A store that a layer further out has too. What is entered in it waits for its gate, and fails or is refused then.
+/// A store that two layers have. What is entered in it for the second time waits for its gate, and fails or is refused then.
 #[derive(Clone)]
 struct Second {
     of: Store,
+    entered: Arc<AtomicU32>,
     fails: bool,
 }
 impl Ledger for Second {
     async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
-        drop(self.of.gates["claim"].acquire().await);
-        match self.fails {
-            true => Err(LedgerError::Unavailable("lost".into())),
-            false => self.of.enter(entry).await,
+        if self.entered.fetch_add(1, Ordering::Relaxed) > 0 {
+            drop(self.of.gates["claim"].acquire().await);
+            if self.fails {
+                return Err(LedgerError::Unavailable("lost".into()));
+            }
         }
+        self.of.enter(entry).await
     }
     async fn settle(&self, id: EntryId, revision: u64, state: State) -> Result<u64, LedgerError> {
         self.of.settle(id, revision, state).await
@@ -489,11 +499,10 @@ async fn a_write_that_is_refused_its_second_entry_was_not_done() {
     for (at_its_end, fails) in [(true, false), (true, true), (false, false), (false, true)] {
         let lab = Lab::new();
         let store = Store::new(&lab.log).shut("claim");
-        let second = Second { of: store.clone(), fails };
-        let inner = Safety::refuse().ledger(second).layer(lab.connection());
+        let layer = Safety::refuse().ledger(Second { of: store.clone(), entered: Arc::default(), fails });
         let stack = DeadlineLayer::new(SECOND)
             .on_event(lab.events.sink())
-            .layer(Safety::refuse().ledger(store.clone()).layer(inner));
+            .layer(layer.layer(layer.layer(lab.connection())));
         let mut call = Box::pin(stack.oneshot(write()));
         assert!(poll_once(&mut call));
         assert_eq!(lab.log.all(), ["enter"]);

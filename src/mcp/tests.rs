@@ -1300,10 +1300,17 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
     enum Lost {
         /// An idempotent one, with its connection.
         Closed,
+        /// A read, and the next server does not say that it is one.
+        WithItsServer,
         /// A read, for which its layer has waited long enough; by then, or while it waits for the next attempt.
         TimedOut { by_then: bool },
     }
-    for lost in [Lost::Closed, Lost::TimedOut { by_then: true }, Lost::TimedOut { by_then: false }] {
+    for lost in [
+        Lost::Closed,
+        Lost::WithItsServer,
+        Lost::TimedOut { by_then: true },
+        Lost::TimedOut { by_then: false },
+    ] {
         let doubts = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&doubts);
         let events = move |event: Event<'_>| {
@@ -1315,7 +1322,7 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
         let retry = RetryReadOnly.attempt_timeout(5 * SECOND).backoff(wait);
         let hint = match lost {
             Lost::Closed => json!({ "readOnlyHint": false, "idempotentHint": true }),
-            Lost::TimedOut { .. } => json!({ "readOnlyHint": true }),
+            Lost::WithItsServer | Lost::TimedOut { .. } => json!({ "readOnlyHint": true }),
         };
         let (version, tools) = (ProtocolVersion::V2025_11_25, [reads("look"), listed("odd", hint)]);
         let (stack, mut server, mut servers) =
@@ -1325,12 +1332,16 @@ async fn a_call_whose_annotation_is_taken_back_before_its_repetition_goes_is_not
         if let Lost::TimedOut { by_then: false } = lost {
             sleep(8 * SECOND).await;
         }
-        server.tools_changed().await;
+        let mut tools = tools.to_vec();
+        match lost {
+            Lost::WithItsServer => tools[1] = listed("odd", json!({ "readOnlyHint": false })),
+            _ => server.tools_changed().await,
+        }
         sleep(SECOND).await;
         drop(server);
         if let Ok(Some(mut next)) = timeout(20 * SECOND, servers.recv()).await {
             agree(&mut next, version).await;
-            list_tools(&mut next, vec![tools.to_vec()]).await;
+            list_tools(&mut next, vec![tools.clone()]).await;
             assert_eq!(serve(&mut next, "odd", &tools).await, 0, "{lost:?}: repeated");
         }
         let error = odd.await.unwrap().unwrap_err();

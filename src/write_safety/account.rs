@@ -49,8 +49,7 @@ struct Recorded {
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
     /// Whether its replay was claimed, also if it was not needed in the end.
     claim: Claim,
-    /// Whether a layer further out answers for the call too. As long as nothing was entered here, an entry of it may be that
-    /// one's.
+    /// Whether the layer further out has this ledger too. As long as nothing was entered here, an entry of it is that one's.
     nested: bool,
 }
 
@@ -68,9 +67,10 @@ impl Account {
         arguments: Option<String>,
         first_sent: FirstSent,
         shared: &Shared,
-        nested: bool,
+        above: Option<&Activity>,
     ) -> Self {
-        let recorded = shared.ledger.other().map(|ledger| Recorded::new(ledger, nested));
+        let nested = || above.is_some_and(|above| above.entered_in(shared.ledger.keys().number()).is_some());
+        let recorded = shared.ledger.other().map(|ledger| Recorded::new(ledger, nested()));
         let Shared { stack, servers_entered, .. } = *shared;
         Self { id, arguments, first_sent, stack, servers_entered, lost: false, recorded }
     }

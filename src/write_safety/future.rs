@@ -626,7 +626,9 @@ where
             return self.replaced_ended(error, rule, &replay);
         }
         match rule {
-            Rule::HandOver | Rule::Return if self.was_withdrawn(&error) => self.hand_over_again(error),
+            Rule::HandOver | Rule::Return if self.was_withdrawn(&error) && !error.is_repeated() => {
+                self.hand_over_again(error)
+            }
             Rule::Retry if trusted => self.replay_trusted(error),
             Rule::Return | Rule::HandOver | Rule::Retry => {
                 if error.delivery() == Delivery::Answered {
@@ -1525,7 +1527,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         config.may_replay() && !config.independent_writes
     }
 
-    fn guard(&self) -> Option<Guard> {
+    fn guard(&self) -> Guard {
         let Lane { config, shared, .. } = &*self.parts.lane;
         guard(config, shared, self.parts.hold.as_deref())
     }

@@ -415,7 +415,13 @@ where
             current,
             hold,
             keyed,
-            account: Account::new(id, arguments, first_sent, &self.shared, above.is_some()),
+            account: Account::new(
+                id,
+                arguments,
+                first_sent,
+                &self.shared,
+                above.as_deref().map(|above| &*above.activity),
+            ),
             events,
             outermost,
             above,
@@ -517,10 +523,9 @@ where
 }
 
 /// What the layers further in are told of this one.
-fn guard<Req, Res>(config: &Config<Req, Res>, shared: &Shared, hold: Option<&Hold>) -> Option<Guard> {
-    let guard =
-        || Guard { ledger: shared.ledger.keys().number(), key: hold.map(|hold| Arc::clone(hold.key())) };
-    config.may_replay().then(guard)
+fn guard<Req, Res>(config: &Config<Req, Res>, shared: &Shared, hold: Option<&Hold>) -> Guard {
+    let key = hold.filter(|_| config.may_replay()).map(|hold| Arc::clone(hold.key()));
+    Guard { ledger: shared.ledger.keys().number(), key }
 }
 
 /// The refusal of a write that cannot be entered.
@@ -550,7 +555,7 @@ impl Attempted {
         request: &mut Req,
         deadline: Deadline,
         now: Instant,
-        guard: Option<Guard>,
+        guard: Guard,
     ) -> Self {
         let until = match (config.attempt_timeout, config.may_settle(), deadline.instant()) {
             (Some(timeout), _, _) => now.checked_add(timeout),
@@ -565,7 +570,7 @@ impl Attempted {
     }
 
     /// Gives the request until then by the clock, or until the deadline.
-    fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Option<Guard>) -> Self {
+    fn bounded<Req: Call>(request: &mut Req, until: Option<Instant>, guard: Guard) -> Self {
         let activity = Activity::guarded(guard);
         let context = request.context_mut();
         context.set_attempt_until(until);

@@ -196,7 +196,8 @@ pub trait Ledger: Send + Sync + 'static {
     fn enter(&self, entry: Entry) -> impl Future<Output = Result<u64, LedgerError>> + Send;
 
     /// Moves an entry to that state. It need not be stored for good when this resolves: what a crash takes back
-    /// is found open again.
+    /// is found open again. An implementation that asks its store again after a lost answer must know its own settlement
+    /// from another's: by a [`Conflict`](LedgerError::Conflict) a write of which nothing was done here is unknown.
     ///
     /// # Errors
     ///
