@@ -171,7 +171,7 @@ struct Mark {
     exchange: Arc<Exchange>,
     /// Whether somebody answers for what becomes of its bytes.
     watched: bool,
-    /// Whether the peer can have read a whole message.
+    /// Whether its answer is waited for, since the peer can have read a whole message; a notification's never is.
     entered: bool,
 }
 
@@ -551,10 +551,10 @@ impl Driver {
         let accepted = self.out.accepted;
         while let Some(mark) = self.out.marks.front_mut() {
             // Servers answer a message that lacks but its newline.
-            let enters = !mark.entered && accepted + 1 >= mark.end;
+            let enters = mark.exchange.answered && !mark.entered && accepted + 1 >= mark.end;
             mark.entered |= enters;
             let is_accepted = accepted >= mark.end;
-            if enters && mark.exchange.answered {
+            if enters {
                 let exchange = mark.exchange.clone();
                 self.enter(exchange);
             }
@@ -575,7 +575,7 @@ impl Driver {
         }
         for at in 0..self.out.begun().count() {
             let mark = &mut self.out.marks[at];
-            if !mem::replace(&mut mark.entered, true) && mark.exchange.answered {
+            if mark.exchange.answered && !mem::replace(&mut mark.entered, true) {
                 let exchange = mark.exchange.clone();
                 self.enter(exchange);
             }
@@ -938,7 +938,7 @@ impl Driver {
             } else if shown > accepted || accepted + 1 >= frame_end {
                 // The transport may hold a copy of what it was offered: OpenSSL does, and writes it out later, even
                 // where it says `Pending`. An entered call is pending too, and ends there.
-                if !entered || !exchange.answered {
+                if !entered {
                     end(&exchange, ambiguous(&exchange, &closure));
                 }
             } else {

@@ -578,6 +578,21 @@ async fn what_was_not_flushed_is_ambiguous_at_a_closure_and_may_be_answered_befo
         assert!(!is_sent(&activity) && !activity.was_withdrawn());
         assert_eq!(client.closure().unwrap().in_flight(), 3);
     }
+    // Nor is a notification answered of which the transport has accepted nothing, or all but its newline.
+    for exact in [false, true] {
+        for accepted in [0, r#"{"jsonrpc":"2.0","method":"told"}"#.len()] {
+            let wire = Wire::new();
+            let client = wire.connect(built(exact));
+            let mut told = tokio_test::task::spawn(client.notify("told", ()));
+            assert_pending!(told.poll());
+            settle().await;
+            wire.accept(accepted).await;
+            wire.eof().await;
+            let expected = if exact && accepted == 0 { Delivery::NotSent } else { Delivery::Ambiguous };
+            assert_eq!(assert_ready_err!(told.poll()).delivery(), expected);
+            assert_eq!(client.closure().unwrap().in_flight(), 1, "{exact} {accepted}");
+        }
+    }
     // A flush that fails ends the connection as a write does.
     let wire = Wire::open();
     wire.hold_back(true).await;
