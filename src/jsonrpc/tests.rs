@@ -1109,12 +1109,14 @@ async fn late_answers_are_reported_once_and_name_the_fence_that_does_not_hold() 
 #[tokio::test(start_paused = true)]
 async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_told_is_said_to_be_so() {
     let pad = "x".repeat(200);
-    for (answer, expected) in [
+    let answers = [
         (format!(r#"{{"id":1,"error":{{"code":1,"message":"{pad}"}}}}"#), None),
         (format!(r#"{{"error":{{"code":1,"message":"{pad}"}},"id":1}}"#), None),
         (format!(r#"{{"id":1,"result":"{pad}"}}"#), Some(false)),
         (format!(r#"{{"id":1,"result":null,"error":{{"message":"{pad}"}}}}"#), Some(true)),
-    ] {
+    ];
+    // Given up before it comes, or when it is there and nobody has taken it.
+    for ((answer, expected), is_there) in answers.iter().flat_map(|of| [(of, false), (of, true)]) {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let wire = Wire::open();
         let client = wire.connect(Client::builder().max_line(100));
@@ -1127,10 +1129,16 @@ async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_
         });
         let replaced = start(&client, replaced).await;
         activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
-        drop(replaced);
-        settle().await;
-        wire.send(&answer).await;
-        let expected: Vec<_> = expected.into_iter().map(|may_be_error| (may_be_error, true)).collect();
+        if is_there {
+            wire.send(answer).await;
+            assert!(replaced.is_woken());
+            drop(replaced);
+        } else {
+            drop(replaced);
+            settle().await;
+            wire.send(answer).await;
+        }
+        let expected: Vec<_> = expected.iter().map(|may_be_error| (*may_be_error, true)).collect();
         assert_eq!(*seen.lock().unwrap(), expected, "{answer}");
         assert_eq!(client.ignored(), 0);
     }
