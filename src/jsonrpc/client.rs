@@ -638,8 +638,7 @@ impl Drop for ResponseFuture {
                     return handle.shared.withdrawn(&exchange);
                 }
                 match exchange.give_up() {
-                    Some(Ok(_)) if exchange.answered => Late::of(&exchange).emit(),
-                    Some(_) => {}
+                    Some(outcome) => Late::not_taken(&exchange, &outcome),
                     None => {
                         let note = exchange.answered.then_some(Note::Dropped(exchange));
                         handle.shared.given_up(note);

@@ -171,7 +171,7 @@ struct Mark {
     exchange: Arc<Exchange>,
     /// Whether somebody answers for what becomes of its bytes.
     watched: bool,
-    /// Whether the peer can have read a whole message.
+    /// Whether its answer is waited for, since the peer can have read a whole message; a notification's never is.
     entered: bool,
 }
 
@@ -551,10 +551,10 @@ impl Driver {
         let accepted = self.out.accepted;
         while let Some(mark) = self.out.marks.front_mut() {
             // Servers answer a message that lacks but its newline.
-            let enters = !mark.entered && accepted + 1 >= mark.end;
+            let enters = mark.exchange.answered && !mark.entered && accepted + 1 >= mark.end;
             mark.entered |= enters;
             let is_accepted = accepted >= mark.end;
-            if enters && mark.exchange.answered {
+            if enters {
                 let exchange = mark.exchange.clone();
                 self.enter(exchange);
             }
@@ -575,7 +575,7 @@ impl Driver {
         }
         for at in 0..self.out.begun().count() {
             let mark = &mut self.out.marks[at];
-            if !mem::replace(&mut mark.entered, true) && mark.exchange.answered {
+            if mark.exchange.answered && !mem::replace(&mut mark.entered, true) {
                 let exchange = mark.exchange.clone();
                 self.enter(exchange);
             }
@@ -681,17 +681,15 @@ impl Driver {
             Piece::Line(line) => self.take_in(Incoming::of_line(&line)),
             Piece::TooLong => self.ignore(&"a line above the limit"),
             Piece::TooLongAnswer(id) => {
+                let said = self.lines.said();
                 if let Some(exchange) = self.pending.remove(&id) {
+                    let _ = exchange.said.set(said);
                     let cause = Cause::AnswerTooLarge { limit: self.limits.line };
                     let error = CallError::new(cause, Scope::Call, Some(Delivery::Answered));
                     let error = named(error, &exchange.request);
                     self.done.push((exchange, Err(error)));
                 } else if let Some(late) = self.remembered.remove(id) {
-                    match self.lines.said() {
-                        Said::Result => late.emit(),
-                        Said::Error => {}
-                        Said::Unknown => late.report(true),
-                    }
+                    late.emit_too_long(said);
                 } else {
                     self.ignore(&"a line above the limit, an answer to no call");
                 }
@@ -799,9 +797,7 @@ impl Driver {
         for (exchange, outcome) in self.done.drain(..) {
             let Err(outcome) = exchange.complete(outcome) else { continue };
             given_up += 1;
-            if outcome.is_ok() && exchange.answered {
-                Late::of(&exchange).emit();
-            }
+            Late::not_taken(&exchange, &outcome);
         }
         if given_up > 0 {
             self.shared.lock().in_flight += given_up;
@@ -938,7 +934,7 @@ impl Driver {
             } else if shown > accepted || accepted + 1 >= frame_end {
                 // The transport may hold a copy of what it was offered: OpenSSL does, and writes it out later, even
                 // where it says `Pending`. An entered call is pending too, and ends there.
-                if !entered || !exchange.answered {
+                if !entered {
                     end(&exchange, ambiguous(&exchange, &closure));
                 }
             } else {
@@ -1144,6 +1140,22 @@ impl Late {
     /// Reports the success.
     pub(crate) fn emit(self) {
         self.report(false);
+    }
+
+    /// Reports what was too long to be read, unless it is an error.
+    fn emit_too_long(self, said: Said) {
+        if said != Said::Error {
+            self.report(said == Said::Unknown);
+        }
+    }
+
+    /// Reports the outcome of a call that nobody took, if it is a success, or may be one.
+    pub(super) fn not_taken(exchange: &Exchange, outcome: &Outcome) {
+        match (outcome, exchange.said.get()) {
+            (Ok(_), _) if exchange.answered => Self::of(exchange).emit(),
+            (Err(_), Some(said)) => Self::of(exchange).emit_too_long(*said),
+            _ => {}
+        }
     }
 
     /// Whoever listens is foreign code: its panic must not cost other calls their answers.

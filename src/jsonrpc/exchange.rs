@@ -3,13 +3,13 @@
 use std::{
     mem,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Waker},
 };
 
-use super::{Request, Response, frame::Frame};
+use super::{Request, Response, codec::Said, frame::Frame};
 use crate::{Call, CallError, wakers::wake};
 
 pub(super) type Outcome = Result<Response, CallError>;
@@ -35,6 +35,8 @@ pub(super) struct Exchange {
     id: AtomicU64,
     /// How often the peer had been heard when the request was queued, then when it was written.
     heard: AtomicU64,
+    /// What its answer was, if that was too long, which the outcome does not tell.
+    pub(super) said: OnceLock<Said>,
     slot: Mutex<Slot>,
 }
 
@@ -54,6 +56,7 @@ impl Exchange {
             own: kind == Kind::Probe,
             id: AtomicU64::new(0),
             heard: AtomicU64::new(0),
+            said: OnceLock::new(),
             slot: Mutex::new(Slot::Waiting(None)),
         }
     }

@@ -578,6 +578,21 @@ async fn what_was_not_flushed_is_ambiguous_at_a_closure_and_may_be_answered_befo
         assert!(!is_sent(&activity) && !activity.was_withdrawn());
         assert_eq!(client.closure().unwrap().in_flight(), 3);
     }
+    // Nor is a notification answered of which the transport has accepted nothing, or all but its newline.
+    for exact in [false, true] {
+        for accepted in [0, r#"{"jsonrpc":"2.0","method":"told"}"#.len()] {
+            let wire = Wire::new();
+            let client = wire.connect(built(exact));
+            let mut told = tokio_test::task::spawn(client.notify("told", ()));
+            assert_pending!(told.poll());
+            settle().await;
+            wire.accept(accepted).await;
+            wire.eof().await;
+            let expected = if exact && accepted == 0 { Delivery::NotSent } else { Delivery::Ambiguous };
+            assert_eq!(assert_ready_err!(told.poll()).delivery(), expected);
+            assert_eq!(client.closure().unwrap().in_flight(), 1, "{exact} {accepted}");
+        }
+    }
     // A flush that fails ends the connection as a write does.
     let wire = Wire::open();
     wire.hold_back(true).await;
@@ -1094,12 +1109,14 @@ async fn late_answers_are_reported_once_and_name_the_fence_that_does_not_hold() 
 #[tokio::test(start_paused = true)]
 async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_told_is_said_to_be_so() {
     let pad = "x".repeat(200);
-    for (answer, expected) in [
+    let answers = [
         (format!(r#"{{"id":1,"error":{{"code":1,"message":"{pad}"}}}}"#), None),
         (format!(r#"{{"error":{{"code":1,"message":"{pad}"}},"id":1}}"#), None),
         (format!(r#"{{"id":1,"result":"{pad}"}}"#), Some(false)),
         (format!(r#"{{"id":1,"result":null,"error":{{"message":"{pad}"}}}}"#), Some(true)),
-    ] {
+    ];
+    // Given up before it comes, or when it is there and nobody has taken it.
+    for ((answer, expected), is_there) in answers.iter().flat_map(|of| [(of, false), (of, true)]) {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let wire = Wire::open();
         let client = wire.connect(Client::builder().max_line(100));
@@ -1112,10 +1129,16 @@ async fn a_late_error_is_no_late_success_however_large_it_is_and_what_cannot_be_
         });
         let replaced = start(&client, replaced).await;
         activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
-        drop(replaced);
-        settle().await;
-        wire.send(&answer).await;
-        let expected: Vec<_> = expected.into_iter().map(|may_be_error| (may_be_error, true)).collect();
+        if is_there {
+            wire.send(answer).await;
+            assert!(replaced.is_woken());
+            drop(replaced);
+        } else {
+            drop(replaced);
+            settle().await;
+            wire.send(answer).await;
+        }
+        let expected: Vec<_> = expected.iter().map(|may_be_error| (*may_be_error, true)).collect();
         assert_eq!(*seen.lock().unwrap(), expected, "{answer}");
         assert_eq!(client.ignored(), 0);
     }

@@ -616,10 +616,11 @@ async fn acknowledged(call: &mut ResponseFuture, wires: &Wires) -> Result<(), Un
             if let Poll::Ready(ended) = Pin::new(&mut *call).poll(cx) {
                 return Poll::Ready(Err(Unacknowledged::Ended(ended)));
             }
-            if bound.as_mut().poll(cx).is_ready() {
-                return Poll::Ready(Err(Unacknowledged::Silent));
+            // What was heard wins over time that is up.
+            if heard.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
             }
-            heard.as_mut().poll(cx).map(Ok)
+            bound.as_mut().poll(cx).map(|()| Err(Unacknowledged::Silent))
         })
         .await?;
     }

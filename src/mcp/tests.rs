@@ -4,11 +4,12 @@
 mod tasks;
 
 use std::{
-    future::pending,
+    future::{pending, poll_fn},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -901,6 +902,20 @@ async fn a_stream_that_its_caller_drops_is_cancelled_and_not_restored() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_stream_that_was_acknowledged_in_time_is_begun_however_late_its_task_has_its_turn() {
+    let mut lab = Lab::new();
+    let (connection, mut server) = lab.pair(ProtocolVersion::V2026_07_28).await;
+    let mut stream = tokio_test::task::spawn(connection.request(listen()));
+    assert!(stream.poll().is_pending());
+    let asked = server.asked("subscriptions/listen").await;
+    server.acknowledge(&asked).await;
+    sleep(11 * SECOND).await;
+    assert!(stream.poll().is_pending());
+    server.answer(&asked, json!({ "resultType": "complete" })).await;
+    stream.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_stream_must_be_acknowledged_in_time() {
     let mut lab = Lab::new();
     let (connection, mut server) = lab.pair(ProtocolVersion::V2026_07_28).await;
@@ -1216,6 +1231,44 @@ async fn serve(server: &mut Server, name: &str, tools: &[Value]) -> usize {
         }
     }
     calls
+}
+
+/// More of them than tokio lets one task do in a turn.
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_there_win_over_the_end_however_many_calls_one_task_waits_for() {
+    const CALLS: usize = 300;
+    for (by_closure, annotations) in
+        [true, false].into_iter().flat_map(|by| ["readOnlyHint", "idempotentHint"].map(|hint| (by, hint)))
+    {
+        let tools = vec![reads("look"), listed("it", json!({ annotations: true }))];
+        let (stack, mut server) = trusting_stack(ProtocolVersion::V2025_11_25, tools.clone()).await;
+        let serving = tokio::spawn(async move {
+            for _ in 0..CALLS {
+                let asked = server.asked("tools/call").await;
+                server.answer(&asked, json!({ "content": [] })).await;
+            }
+            // It ends, or stays.
+            (!by_closure).then_some(server)
+        });
+        let mut calls: Vec<_> = (0..CALLS).map(|_| Box::pin(stack.send(tool("it").within(SECOND)))).collect();
+        let mut ended = Vec::new();
+        let mut poll_all = |cx: &mut Context<'_>| {
+            calls.retain_mut(|call| match call.as_mut().poll(cx) {
+                Poll::Ready(answer) => {
+                    ended.push(answer);
+                    false
+                }
+                Poll::Pending => true,
+            });
+            (calls.is_empty(), ended.len())
+        };
+        assert_eq!(poll_fn(|cx| Poll::Ready(poll_all(cx))).await, (false, 0));
+        let _server = serving.await.unwrap();
+        sleep(if by_closure { SECOND / 2 } else { 2 * SECOND }).await;
+        poll_fn(|cx| if poll_all(cx).0 { Poll::Ready(()) } else { Poll::Pending }).await;
+        assert_eq!(ended.len(), CALLS);
+        ended.into_iter().for_each(|answer| drop(answer.unwrap()));
+    }
 }
 
 #[tokio::test(start_paused = true)]
