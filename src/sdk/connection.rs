@@ -4,7 +4,7 @@ use std::{
     borrow::Cow,
     collections::{HashMap, HashSet},
     fmt,
-    future::Future,
+    future::{Future, poll_fn},
     mem,
     pin::Pin,
     process::ExitStatus,
@@ -27,6 +27,7 @@ use rmcp::{
 use tokio::{
     runtime::Handle as Runtime,
     sync::{Notify, watch},
+    task::unconstrained,
     time::{Instant, sleep, sleep_until, timeout},
 };
 
@@ -981,11 +982,18 @@ impl ResponseFuture {
 impl Waiting {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Waited> {
         let first = !mem::replace(&mut self.polled, true);
-        if let Poll::Ready(outcome) = self.poll_answer(cx) {
+        // An answer that is there wins, also where the task's turn is used up at tokio's channels.
+        let mut answer = unconstrained(poll_fn(|cx| self.poll_answer(cx)));
+        if let Poll::Ready(outcome) = Pin::new(&mut answer).poll(cx) {
             return Poll::Ready(Some(outcome));
         }
         if let Some(error) = self.exchange.poll_end(cx) {
-            return Poll::Ready(Some(Err(error)));
+            // One that came just before the end does, too.
+            return Poll::Ready(Some(match self.take_answer() {
+                Some(Ok(result)) => Ok(result),
+                Some(Err(error @ ServiceError::McpError(_))) => Err(self.judged(error)),
+                _ => Err(error),
+            }));
         }
         self.poll_time(first)
     }
@@ -1024,25 +1032,7 @@ impl Waiting {
                 {
                     return Poll::Ready(Err(error));
                 }
-                let bytes = inner.kind != Kind::Http;
-                let (judged, is_lost) = judge(error, &self.exchange, bytes);
-                let judged = match is_lost {
-                    true => judged.lost_with(inner.lost(&self.exchange)),
-                    false => judged,
-                };
-                if judged.scope() != Scope::Connection {
-                    return Poll::Ready(Err(judged));
-                }
-                match judged.get_ref::<HttpError>() {
-                    // The session is gone, over the user's own HTTP transport too.
-                    Some(_) => drop(inner.retire(SESSION_LOST)),
-                    None => inner.close("the transport failed"),
-                }
-                let closure = inner.closure();
-                Poll::Ready(Err(match &closure {
-                    Some(closure) => judged.at_closure(closure),
-                    None => judged,
-                }))
+                Poll::Ready(Err(self.judged(error)))
             }
             // The SDK's task has ended, and this is how it says so.
             Err(_) => {
@@ -1053,6 +1043,34 @@ impl Waiting {
                     None => Poll::Pending,
                 }
             }
+        }
+    }
+
+    /// The answer that is there and was not looked at.
+    fn take_answer(&mut self) -> Option<Result<ServerResult, ServiceError>> {
+        self.answer.as_mut()?.rx.try_recv().ok()
+    }
+
+    /// What an error of the SDK's says, here and of the connection.
+    fn judged(&self, error: ServiceError) -> CallError {
+        let inner = &self.handle.0;
+        let bytes = inner.kind != Kind::Http;
+        let (judged, is_lost) = judge(error, &self.exchange, bytes);
+        let judged = match is_lost {
+            true => judged.lost_with(inner.lost(&self.exchange)),
+            false => judged,
+        };
+        if judged.scope() != Scope::Connection {
+            return judged;
+        }
+        match judged.get_ref::<HttpError>() {
+            // The session is gone, over the user's own HTTP transport too.
+            Some(_) => drop(inner.retire(SESSION_LOST)),
+            None => inner.close("the transport failed"),
+        }
+        match &inner.closure() {
+            Some(closure) => judged.at_closure(closure),
+            None => judged,
         }
     }
 

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::future::join_all;
 use rmcp::{
     RoleClient,
     model::CustomRequest,
@@ -522,4 +523,25 @@ async fn a_long_batch_leaves_others_their_turn_and_is_read_to_its_end() {
     assert_eq!(lab.connection.ignored() - ignored, JUNK as u64);
     // It is looked at twice, since half a batch is none.
     assert!(turns.load(Ordering::Relaxed) > 2 * JUNK / 1_000);
+}
+
+/// Tokio gives a task 128 polls a turn.
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_there_win_however_many_calls_one_task_waits_for() {
+    for end in [End::Deadline, End::Closure] {
+        let lab = Lab::new().await;
+        let mut calls = Vec::new();
+        for _ in 0..200 {
+            let mut request = tool("first");
+            request.context_mut().set_deadline(seconds(1));
+            calls.push(lab.begin(request).await);
+        }
+        assert!(calls.iter().all(|call| call.is_woken()));
+        match end {
+            End::Closure => lab.connection.close(),
+            _ => sleep(2 * SECOND).await,
+        }
+        let ended = join_all(calls).await;
+        assert!(ended.iter().all(Result::is_ok), "{end:?}");
+    }
 }
