@@ -133,7 +133,7 @@ pub(super) struct Inner {
 enum Answers {
     /// A request that it may have.
     Asked,
-    /// A call of which it has not a byte: this says nothing of it.
+    /// A call that it cannot have read: this says nothing of it.
     Unsent,
     /// No request at all.
     Nothing,
@@ -339,7 +339,7 @@ impl Inner {
             // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
             Answers::Nothing => return true,
             Answers::Unsent => {
-                tracing::debug!(target: "goaround", "an answer to a call of which nothing was sent was ignored");
+                tracing::debug!(target: "goaround", "an answer to a call that was not sent yet was ignored");
                 return false;
             }
         }

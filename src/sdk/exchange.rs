@@ -178,9 +178,11 @@ impl Exchange {
         self.frame.is_queued() || self.state().is_unwritten()
     }
 
-    /// Whether the server may have some of it: before that nothing it says is an answer.
+    /// Whether the server may have read it: before that nothing it says is an answer. Servers answer a message that
+    /// lacks but its newline.
     pub(super) fn is_out(&self) -> bool {
-        !self.frame.is_queued() && !self.frame.is_withdrawn() && !self.state().is_unwritten()
+        let is_taken = !self.frame.is_queued() && !self.frame.is_withdrawn();
+        is_taken && self.state().accepted.is_none_or(|(accepted, len)| accepted + 1 >= len)
     }
 
     /// The response of its own HTTP request is there: whether the request has left. If not, it does not any more, since
