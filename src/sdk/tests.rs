@@ -552,3 +552,20 @@ async fn answers_that_are_there_win_however_many_calls_one_task_waits_for() {
         assert!(ended.iter().all(Result::is_ok), "{end:?}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_writes_lines_with_brackets_is_heard() {
+    for line in ["INFO at it", "[INFO] at it", "[1,2]", "[]"] {
+        let lab = Lab::new().await;
+        let mut request = tool("mute");
+        request.context_mut().set_deadline(seconds(1));
+        let mut call = lab.begin(request).await;
+        lab.says(line).await;
+        sleep(2 * SECOND).await;
+        let heard = lab.inner.times_heard();
+        lab.says(line).await;
+        settle().await;
+        assert!(lab.inner.times_heard() > heard, "{line}");
+        assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+    }
+}

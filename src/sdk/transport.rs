@@ -299,8 +299,8 @@ impl Pipe {
                 self.let_go();
             }
             self.work_off();
-            // A part of a message; whole ones speak for themselves.
-            if !at_end && self.ready.is_empty() && self.batch.is_none() {
+            // A part of a message, a batch or what is none; whole ones speak for themselves.
+            if !at_end && self.ready.is_empty() {
                 self.inner.heard();
             }
         }
