@@ -687,11 +687,7 @@ impl Driver {
                     let error = named(error, &exchange.request);
                     self.done.push((exchange, Err(error)));
                 } else if let Some(late) = self.remembered.remove(id) {
-                    match self.lines.said() {
-                        Said::Result => late.emit(),
-                        Said::Error => {}
-                        Said::Unknown => late.report(true),
-                    }
+                    late.report_as(self.lines.said());
                 } else {
                     self.ignore(&"a line above the limit, an answer to no call");
                 }
@@ -1144,6 +1140,15 @@ impl Late {
     /// Reports the success.
     pub(crate) fn emit(self) {
         self.report(false);
+    }
+
+    /// Reports an answer as far as it is known what it is.
+    pub(crate) fn report_as(self, said: Said) {
+        match said {
+            Said::Result => self.emit(),
+            Said::Error => {}
+            Said::Unknown => self.report(true),
+        }
     }
 
     /// Whoever listens is foreign code: its panic must not cost other calls their answers.

@@ -43,7 +43,7 @@ use crate::{
     call::effect_of,
     connection::{self, BoxFuture},
     event,
-    jsonrpc::{Late, Process, ProcessFacts, Remembered},
+    jsonrpc::{Late, Process, ProcessFacts, Remembered, Said},
     mcp::{Cursors, Listed},
     wakers::quietly,
 };
@@ -305,11 +305,6 @@ impl Inner {
         state.last_id = state.last_id.max(id);
     }
 
-    /// The call that went out with that id.
-    pub(super) fn sent_as(&self, id: i64) -> Option<Arc<Exchange>> {
-        self.lock().sent.get(&id).cloned()
-    }
-
     /// Something came from the server.
     pub(super) fn heard(&self) {
         let suspected = {
@@ -397,7 +392,9 @@ impl Inner {
             if state.sent.get(&id).is_some_and(|call| !call.is_out()) {
                 return Answers::Unsent;
             }
-            state.sent.remove(&id);
+            if let Some(call) = state.sent.remove(&id) {
+                call.answered(if success { Said::Result } else { Said::Error });
+            }
             state.remembered.remove(id.unsigned_abs())
         };
         if let Some(late) = late.filter(|_| success) {
@@ -415,6 +412,24 @@ impl Inner {
                 state.pause(&call);
             }
         }
+    }
+
+    /// An answer with that id came that the SDK cannot read: the call that waits for it, if one does.
+    pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Arc<Exchange>> {
+        let late = {
+            let mut state = self.lock();
+            if let Some(call) = state.sent.get(&id) {
+                return call.is_out().then(|| {
+                    call.answered(said);
+                    Arc::clone(call)
+                });
+            }
+            state.remembered.remove(u64::try_from(id).ok()?)
+        };
+        if let Some(late) = late {
+            late.report_as(said);
+        }
+        None
     }
 
     /// Changes what is known of the server's questions. What stood still while the user was asked goes on when he no
@@ -510,14 +525,17 @@ impl Inner {
         Ok(exchange)
     }
 
-    /// The call has ended; `late` is what is kept of one that was given up.
-    fn leave(&self, exchange: &Exchange, late: Option<Late>) {
+    /// The call has ended; `late` is what is kept of one that was given up, if its answer has not come: that one is
+    /// late, too.
+    fn leave(&self, exchange: &Exchange, mut late: Option<Late>) {
         let (pause, is_drained) = {
             let mut state = self.lock();
             state.calls.remove(&exchange.key);
             if let Some(id) = exchange.id() {
                 state.sent.remove(&id);
-                if let Some(late) = late.filter(|_| !state.ended) {
+                if exchange.said().is_none()
+                    && let Some(late) = late.take().filter(|_| !state.ended)
+                {
                     state.remembered.insert(id.unsigned_abs(), late);
                 }
             }
@@ -528,6 +546,9 @@ impl Inner {
             (state.pauses.remove(&exchange.key), is_drained)
         };
         drop(pause);
+        if let (Some(late), Some(said)) = (late, exchange.said()) {
+            late.report_as(said);
+        }
         self.stirred.notify_waiters();
         if is_drained {
             self.close("the session is gone");
@@ -1113,7 +1134,8 @@ impl Waiting {
             return;
         }
         inner.leave(&exchange, Some(Late::of_call(&exchange.request)));
-        let Some(answer) = answer.filter(|_| inner.closure().is_none()) else { return };
+        let goes_on = exchange.said().is_none() && inner.closure().is_none();
+        let Some(answer) = answer.filter(|_| goes_on) else { return };
         let runtime = inner.runtime.clone();
         runtime.spawn(async move {
             // The connection stays open until it is told.

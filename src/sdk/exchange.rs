@@ -3,7 +3,7 @@
 use std::{
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
     },
     task::{Context, Waker},
@@ -16,7 +16,12 @@ use super::{
     HttpErrorKind, Request,
     evidence::{Reason, Sight},
 };
-use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame, wakers::wake};
+use crate::{
+    Call, CallError, Closure, Delivery, Evidence,
+    call::effect_of,
+    jsonrpc::{Frame, Said},
+    wakers::wake,
+};
 
 /// What has become of one call on its way.
 pub(super) struct Exchange {
@@ -29,6 +34,8 @@ pub(super) struct Exchange {
     /// How often the peer had been heard when the request was given away.
     heard: AtomicU64,
     begun: AtomicBool,
+    /// What the server has answered, as far as that is known.
+    said: OnceLock<Said>,
     /// The frame was withdrawn.
     gone: Notify,
     state: Mutex<State>,
@@ -68,6 +75,7 @@ impl Exchange {
             id: AtomicI64::new(-1),
             heard: AtomicU64::new(heard),
             begun: AtomicBool::new(false),
+            said: OnceLock::new(),
             gone: Notify::new(),
             state: Mutex::default(),
         }
@@ -109,6 +117,15 @@ impl Exchange {
 
     pub(super) fn is_begun(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
+    }
+
+    /// The server has answered; the first word counts.
+    pub(super) fn answered(&self, said: Said) {
+        let _ = self.said.set(said);
+    }
+
+    pub(super) fn said(&self) -> Option<Said> {
+        self.said.get().copied()
     }
 
     /// Marks that the transport accepted the last byte.

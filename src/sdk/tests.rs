@@ -38,11 +38,12 @@ use super::{
     transport::{Pipe, Witness},
 };
 use crate::{
-    Activity, Basis, Call, CallError, Cause, Deadline, Delivery, Effect, Refusal,
+    Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Refusal,
     call::Gate,
     connection::BoxFuture,
-    event::Peer,
+    event::{Events, Peer},
     mcp::{Catalog, ToolRules},
+    write_safety::Fence,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -109,6 +110,8 @@ struct Lab {
     room: Arc<Mutex<Room>>,
     /// The tools that the server was asked for.
     asked: Arc<Mutex<Vec<String>>>,
+    /// The requests that it was told nobody waits for.
+    cancelled: Arc<Mutex<Vec<u64>>>,
     /// Where the server writes.
     output: Output,
 }
@@ -121,7 +124,8 @@ impl Lab {
         let asked: Arc<Mutex<Vec<String>>> = Arc::default();
         let (input, output) = split(theirs);
         let output = Arc::new(tokio::sync::Mutex::new(output));
-        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked)));
+        let cancelled: Arc<Mutex<Vec<u64>>> = Arc::default();
+        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked), Arc::clone(&cancelled)));
         let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
         let memory = Arc::new(Memory::new(ToolRules::new()));
         let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
@@ -132,7 +136,7 @@ impl Lab {
         let running = running.await.unwrap();
         let (peer, about) = (running.peer().clone(), Peer { server: None, client: None, protocol: None });
         let connection = Connection::new(Arc::clone(&inner), peer, about, Box::new(Client(running)));
-        let lab = Self { connection, inner, room, asked, output };
+        let lab = Self { connection, inner, room, asked, cancelled, output };
         settle().await;
         lab
     }
@@ -183,13 +187,22 @@ async fn settle() {
     sleep(MS).await;
 }
 
-async fn serve(input: ReadHalf<DuplexStream>, output: Output, asked: Arc<Mutex<Vec<String>>>) {
+async fn serve(
+    input: ReadHalf<DuplexStream>,
+    output: Output,
+    asked: Arc<Mutex<Vec<String>>>,
+    cancelled: Arc<Mutex<Vec<u64>>>,
+) {
     let mut input = BufReader::new(input);
     let mut line = String::new();
     while input.read_line(&mut line).await.unwrap_or(0) > 0 {
         let message: Value = serde_json::from_str(&line).unwrap();
         line.clear();
         let result = match message["method"].as_str() {
+            Some("notifications/cancelled") => {
+                cancelled.lock().unwrap().push(message["params"]["requestId"].as_u64().unwrap());
+                continue;
+            }
             _ if message.get("id").is_none() => continue,
             Some("initialize") => json!({
                 "protocolVersion": "2025-06-18", "capabilities": {},
@@ -551,6 +564,61 @@ async fn answers_that_are_there_win_however_many_calls_one_task_waits_for() {
         let ended = join_all(calls).await;
         assert!(ended.iter().all(Result::is_ok), "{end:?}");
     }
+}
+
+/// The late answers that are reported of the call, as `may_be_error`, and whether a fence was violated.
+fn late_answers(request: &mut Request) -> Arc<Mutex<Vec<(bool, bool)>>> {
+    let seen: Arc<Mutex<Vec<_>>> = Arc::default();
+    let told = Arc::clone(&seen);
+    request.context_mut().events = Events::to(move |event| {
+        if let Event::LateAnswer(late) = event {
+            told.lock().unwrap().push((late.may_be_error, late.violated.is_some()));
+        }
+    });
+    seen
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_late_success_is_reported_whatever_its_size_and_whether_the_sdk_can_read_it() {
+    let long = "x".repeat((64 << 20) + 1);
+    let answers = [
+        (r#""result":{"content":[]}"#.to_owned(), &[(false, false)][..]),
+        (format!(r#""result":"{long}""#), &[(false, false)]),
+        (r#""error":1"#.to_owned(), &[]),
+    ];
+    for (answer, reports) in answers {
+        for is_dropped in [true, false] {
+            let lab = Lab::new().await;
+            let mut request = tool("mute");
+            let seen = late_answers(&mut request);
+            let call = lab.begin(request).await;
+            let unpolled = (!is_dropped).then_some(call);
+            settle().await;
+            lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
+            settle().await;
+            drop(unpolled);
+            settle().await;
+            assert_eq!(*seen.lock().unwrap(), reports, "{} {is_dropped}", &answer[..12]);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_nobody_took_is_a_late_one_and_its_call_is_not_cancelled() {
+    let lab = Lab::new().await;
+    let (mut request, activity) = watched();
+    let seen = late_answers(&mut request);
+    let first = lab.begin(request).await;
+    assert!(first.is_woken());
+    activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
+    drop(first);
+    settle().await;
+    assert_eq!(*seen.lock().unwrap(), [(false, true)]);
+    assert!(lab.cancelled.lock().unwrap().is_empty());
+
+    drop(lab.begin(tool("mute")).await);
+    settle().await;
+    assert_eq!(*lab.cancelled.lock().unwrap(), [2]);
 }
 
 #[tokio::test(start_paused = true)]
