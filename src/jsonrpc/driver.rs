@@ -689,7 +689,7 @@ impl Driver {
                     let error = named(error, &exchange.request);
                     self.done.push((exchange, Err(error)));
                 } else if let Some(late) = self.remembered.remove(id) {
-                    late.emit_too_long(said);
+                    late.report_as(said);
                 } else {
                     self.ignore(&"a line above the limit, an answer to no call");
                 }
@@ -1142,10 +1142,12 @@ impl Late {
         self.report(false);
     }
 
-    /// Reports what was too long to be read, unless it is an error.
-    fn emit_too_long(self, said: Said) {
-        if said != Said::Error {
-            self.report(said == Said::Unknown);
+    /// Reports an answer as far as it is known what it is.
+    pub(crate) fn report_as(self, said: Said) {
+        match said {
+            Said::Result => self.emit(),
+            Said::Error => {}
+            Said::Unknown => self.report(true),
         }
     }
 
@@ -1153,7 +1155,7 @@ impl Late {
     pub(super) fn not_taken(exchange: &Exchange, outcome: &Outcome) {
         match (outcome, exchange.said.get()) {
             (Ok(_), _) if exchange.answered => Self::of(exchange).emit(),
-            (Err(_), Some(said)) => Self::of(exchange).emit_too_long(*said),
+            (Err(_), Some(said)) => Self::of(exchange).report_as(*said),
             _ => {}
         }
     }

@@ -48,7 +48,7 @@ pub(crate) use client::ProcessFacts;
 pub(crate) use client::WeakClient;
 pub use client::{Client, ResponseFuture};
 #[cfg(feature = "rmcp")]
-pub(crate) use codec::{Lines, Piece, begins_an_answer};
+pub(crate) use codec::{Lines, Piece, Said, begins_an_answer};
 #[cfg(feature = "rmcp")]
 pub(crate) use driver::{Late, Remembered};
 #[cfg(feature = "rmcp")]

@@ -4,7 +4,7 @@ use std::{
     borrow::Cow,
     collections::{HashMap, HashSet},
     fmt,
-    future::Future,
+    future::{Future, poll_fn},
     mem,
     pin::Pin,
     process::ExitStatus,
@@ -27,6 +27,7 @@ use rmcp::{
 use tokio::{
     runtime::Handle as Runtime,
     sync::{Notify, watch},
+    task::unconstrained,
     time::{Instant, sleep, sleep_until, timeout},
 };
 
@@ -42,7 +43,7 @@ use crate::{
     call::effect_of,
     connection::{self, BoxFuture},
     event,
-    jsonrpc::{Late, Process, ProcessFacts, Remembered},
+    jsonrpc::{Late, Process, ProcessFacts, Remembered, Said},
     mcp::{Cursors, Listed},
     wakers::quietly,
 };
@@ -132,7 +133,7 @@ pub(super) struct Inner {
 enum Answers {
     /// A request that it may have.
     Asked,
-    /// A call of which it has not a byte: this says nothing of it.
+    /// A call that it cannot have read: this says nothing of it.
     Unsent,
     /// No request at all.
     Nothing,
@@ -304,11 +305,6 @@ impl Inner {
         state.last_id = state.last_id.max(id);
     }
 
-    /// The call that went out with that id.
-    pub(super) fn sent_as(&self, id: i64) -> Option<Arc<Exchange>> {
-        self.lock().sent.get(&id).cloned()
-    }
-
     /// Something came from the server.
     pub(super) fn heard(&self) {
         let suspected = {
@@ -338,7 +334,7 @@ impl Inner {
             // What the SDK drops shows no call that it is at work, and what a probe finds out is not forestalled.
             Answers::Nothing => return true,
             Answers::Unsent => {
-                tracing::debug!(target: "goaround", "an answer to a call of which nothing was sent was ignored");
+                tracing::debug!(target: "goaround", "an answer to a call that was not sent yet was ignored");
                 return false;
             }
         }
@@ -396,7 +392,9 @@ impl Inner {
             if state.sent.get(&id).is_some_and(|call| !call.is_out()) {
                 return Answers::Unsent;
             }
-            state.sent.remove(&id);
+            if let Some(call) = state.sent.remove(&id) {
+                call.answered(if success { Said::Result } else { Said::Error });
+            }
             state.remembered.remove(id.unsigned_abs())
         };
         if let Some(late) = late.filter(|_| success) {
@@ -414,6 +412,24 @@ impl Inner {
                 state.pause(&call);
             }
         }
+    }
+
+    /// An answer with that id came that the SDK cannot read: the call that waits for it, if one does.
+    pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Arc<Exchange>> {
+        let late = {
+            let mut state = self.lock();
+            if let Some(call) = state.sent.get(&id) {
+                return call.is_out().then(|| {
+                    call.answered(said);
+                    Arc::clone(call)
+                });
+            }
+            state.remembered.remove(u64::try_from(id).ok()?)
+        };
+        if let Some(late) = late {
+            late.report_as(said);
+        }
+        None
     }
 
     /// Changes what is known of the server's questions. What stood still while the user was asked goes on when he no
@@ -509,14 +525,17 @@ impl Inner {
         Ok(exchange)
     }
 
-    /// The call has ended; `late` is what is kept of one that was given up.
-    fn leave(&self, exchange: &Exchange, late: Option<Late>) {
+    /// The call has ended; `late` is what is kept of one that was given up, if its answer has not come: that one is
+    /// late, too.
+    fn leave(&self, exchange: &Exchange, mut late: Option<Late>) {
         let (pause, is_drained) = {
             let mut state = self.lock();
             state.calls.remove(&exchange.key);
             if let Some(id) = exchange.id() {
                 state.sent.remove(&id);
-                if let Some(late) = late.filter(|_| !state.ended) {
+                if exchange.said().is_none()
+                    && let Some(late) = late.take().filter(|_| !state.ended)
+                {
                     state.remembered.insert(id.unsigned_abs(), late);
                 }
             }
@@ -527,6 +546,9 @@ impl Inner {
             (state.pauses.remove(&exchange.key), is_drained)
         };
         drop(pause);
+        if let (Some(late), Some(said)) = (late, exchange.said()) {
+            late.report_as(said);
+        }
         self.stirred.notify_waiters();
         if is_drained {
             self.close("the session is gone");
@@ -981,11 +1003,18 @@ impl ResponseFuture {
 impl Waiting {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Waited> {
         let first = !mem::replace(&mut self.polled, true);
-        if let Poll::Ready(outcome) = self.poll_answer(cx) {
+        // An answer that is there wins, also where the task's turn is used up at tokio's channels.
+        let mut answer = unconstrained(poll_fn(|cx| self.poll_answer(cx)));
+        if let Poll::Ready(outcome) = Pin::new(&mut answer).poll(cx) {
             return Poll::Ready(Some(outcome));
         }
         if let Some(error) = self.exchange.poll_end(cx) {
-            return Poll::Ready(Some(Err(error)));
+            // One that came just before the end does, too.
+            return Poll::Ready(Some(match self.take_answer() {
+                Some(Ok(result)) => Ok(result),
+                Some(Err(error @ ServiceError::McpError(_))) => Err(self.judged(error)),
+                _ => Err(error),
+            }));
         }
         self.poll_time(first)
     }
@@ -1024,25 +1053,7 @@ impl Waiting {
                 {
                     return Poll::Ready(Err(error));
                 }
-                let bytes = inner.kind != Kind::Http;
-                let (judged, is_lost) = judge(error, &self.exchange, bytes);
-                let judged = match is_lost {
-                    true => judged.lost_with(inner.lost(&self.exchange)),
-                    false => judged,
-                };
-                if judged.scope() != Scope::Connection {
-                    return Poll::Ready(Err(judged));
-                }
-                match judged.get_ref::<HttpError>() {
-                    // The session is gone, over the user's own HTTP transport too.
-                    Some(_) => drop(inner.retire(SESSION_LOST)),
-                    None => inner.close("the transport failed"),
-                }
-                let closure = inner.closure();
-                Poll::Ready(Err(match &closure {
-                    Some(closure) => judged.at_closure(closure),
-                    None => judged,
-                }))
+                Poll::Ready(Err(self.judged(error)))
             }
             // The SDK's task has ended, and this is how it says so.
             Err(_) => {
@@ -1053,6 +1064,34 @@ impl Waiting {
                     None => Poll::Pending,
                 }
             }
+        }
+    }
+
+    /// The answer that is there and was not looked at.
+    fn take_answer(&mut self) -> Option<Result<ServerResult, ServiceError>> {
+        self.answer.as_mut()?.rx.try_recv().ok()
+    }
+
+    /// What an error of the SDK's says, here and of the connection.
+    fn judged(&self, error: ServiceError) -> CallError {
+        let inner = &self.handle.0;
+        let bytes = inner.kind != Kind::Http;
+        let (judged, is_lost) = judge(error, &self.exchange, bytes);
+        let judged = match is_lost {
+            true => judged.lost_with(inner.lost(&self.exchange)),
+            false => judged,
+        };
+        if judged.scope() != Scope::Connection {
+            return judged;
+        }
+        match judged.get_ref::<HttpError>() {
+            // The session is gone, over the user's own HTTP transport too.
+            Some(_) => drop(inner.retire(SESSION_LOST)),
+            None => inner.close("the transport failed"),
+        }
+        match &inner.closure() {
+            Some(closure) => judged.at_closure(closure),
+            None => judged,
         }
     }
 
@@ -1095,7 +1134,8 @@ impl Waiting {
             return;
         }
         inner.leave(&exchange, Some(Late::of_call(&exchange.request)));
-        let Some(answer) = answer.filter(|_| inner.closure().is_none()) else { return };
+        let goes_on = exchange.said().is_none() && inner.closure().is_none();
+        let Some(answer) = answer.filter(|_| goes_on) else { return };
         let runtime = inner.runtime.clone();
         runtime.spawn(async move {
             // The connection stays open until it is told.

@@ -3,7 +3,7 @@
 use std::{
     mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
     },
     task::{Context, Waker},
@@ -16,7 +16,12 @@ use super::{
     HttpErrorKind, Request,
     evidence::{Reason, Sight},
 };
-use crate::{Call, CallError, Closure, Delivery, Evidence, call::effect_of, jsonrpc::Frame, wakers::wake};
+use crate::{
+    Call, CallError, Closure, Delivery, Evidence,
+    call::effect_of,
+    jsonrpc::{Frame, Said},
+    wakers::wake,
+};
 
 /// What has become of one call on its way.
 pub(super) struct Exchange {
@@ -29,6 +34,8 @@ pub(super) struct Exchange {
     /// How often the peer had been heard when the request was given away.
     heard: AtomicU64,
     begun: AtomicBool,
+    /// What the server has answered, as far as that is known.
+    said: OnceLock<Said>,
     /// The frame was withdrawn.
     gone: Notify,
     state: Mutex<State>,
@@ -68,6 +75,7 @@ impl Exchange {
             id: AtomicI64::new(-1),
             heard: AtomicU64::new(heard),
             begun: AtomicBool::new(false),
+            said: OnceLock::new(),
             gone: Notify::new(),
             state: Mutex::default(),
         }
@@ -109,6 +117,15 @@ impl Exchange {
 
     pub(super) fn is_begun(&self) -> bool {
         self.begun.load(Ordering::Relaxed)
+    }
+
+    /// The server has answered; the first word counts.
+    pub(super) fn answered(&self, said: Said) {
+        let _ = self.said.set(said);
+    }
+
+    pub(super) fn said(&self) -> Option<Said> {
+        self.said.get().copied()
     }
 
     /// Marks that the transport accepted the last byte.
@@ -178,9 +195,11 @@ impl Exchange {
         self.frame.is_queued() || self.state().is_unwritten()
     }
 
-    /// Whether the server may have some of it: before that nothing it says is an answer.
+    /// Whether the server may have read it: before that nothing it says is an answer. Servers answer a message that
+    /// lacks but its newline.
     pub(super) fn is_out(&self) -> bool {
-        !self.frame.is_queued() && !self.frame.is_withdrawn() && !self.state().is_unwritten()
+        let is_taken = !self.frame.is_queued() && !self.frame.is_withdrawn();
+        is_taken && self.state().accepted.is_none_or(|(accepted, len)| accepted + 1 >= len)
     }
 
     /// The response of its own HTTP request is there: whether the request has left. If not, it does not any more, since

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::future::join_all;
 use rmcp::{
     RoleClient,
     model::CustomRequest,
@@ -37,11 +38,12 @@ use super::{
     transport::{Pipe, Witness},
 };
 use crate::{
-    Activity, Basis, Call, CallError, Cause, Deadline, Delivery, Effect, Refusal,
+    Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Refusal,
     call::Gate,
     connection::BoxFuture,
-    event::Peer,
+    event::{Events, Peer},
     mcp::{Catalog, ToolRules},
+    write_safety::Fence,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -108,6 +110,8 @@ struct Lab {
     room: Arc<Mutex<Room>>,
     /// The tools that the server was asked for.
     asked: Arc<Mutex<Vec<String>>>,
+    /// The requests that it was told nobody waits for.
+    cancelled: Arc<Mutex<Vec<u64>>>,
     /// Where the server writes.
     output: Output,
 }
@@ -120,7 +124,8 @@ impl Lab {
         let asked: Arc<Mutex<Vec<String>>> = Arc::default();
         let (input, output) = split(theirs);
         let output = Arc::new(tokio::sync::Mutex::new(output));
-        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked)));
+        let cancelled: Arc<Mutex<Vec<u64>>> = Arc::default();
+        tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked), Arc::clone(&cancelled)));
         let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
         let memory = Arc::new(Memory::new(ToolRules::new()));
         let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
@@ -131,7 +136,7 @@ impl Lab {
         let running = running.await.unwrap();
         let (peer, about) = (running.peer().clone(), Peer { server: None, client: None, protocol: None });
         let connection = Connection::new(Arc::clone(&inner), peer, about, Box::new(Client(running)));
-        let lab = Self { connection, inner, room, asked, output };
+        let lab = Self { connection, inner, room, asked, cancelled, output };
         settle().await;
         lab
     }
@@ -182,13 +187,22 @@ async fn settle() {
     sleep(MS).await;
 }
 
-async fn serve(input: ReadHalf<DuplexStream>, output: Output, asked: Arc<Mutex<Vec<String>>>) {
+async fn serve(
+    input: ReadHalf<DuplexStream>,
+    output: Output,
+    asked: Arc<Mutex<Vec<String>>>,
+    cancelled: Arc<Mutex<Vec<u64>>>,
+) {
     let mut input = BufReader::new(input);
     let mut line = String::new();
     while input.read_line(&mut line).await.unwrap_or(0) > 0 {
         let message: Value = serde_json::from_str(&line).unwrap();
         line.clear();
         let result = match message["method"].as_str() {
+            Some("notifications/cancelled") => {
+                cancelled.lock().unwrap().push(message["params"]["requestId"].as_u64().unwrap());
+                continue;
+            }
             _ if message.get("id").is_none() => continue,
             Some("initialize") => json!({
                 "protocolVersion": "2025-06-18", "capabilities": {},
@@ -435,17 +449,24 @@ async fn a_call_of_which_the_pipe_has_accepted_nothing_does_not_put_off_the_end_
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_said_before_the_pipe_has_accepted_any_of_a_call_is_no_answer_to_it() {
+async fn what_is_said_before_the_pipe_has_accepted_all_of_a_call_but_its_newline_is_no_answer_to_it() {
+    let lab = Lab::new().await;
+    lab.leave_room(1_000);
+    lab.begin(tool("first")).await.await.unwrap();
+    let len = 1_000 - lab.room.lock().unwrap().bytes;
     let answers = [r#""result":{"content":[]}"#, r#""error":{"code":1,"message":"m"}"#, r#""error":1"#];
-    for (accepted, answer) in answers.into_iter().flat_map(|answer| [(0, answer), (1, answer)]) {
+    let accepted = [0, 1, len - 2, len - 1];
+    for (accepted, answer) in
+        answers.into_iter().flat_map(|answer| accepted.map(|accepted| (accepted, answer)))
+    {
         let lab = Lab::new().await;
         lab.leave_room(accepted);
         let mut first = lab.begin_held_up(tool("first")).await;
         // The handshake was number 0.
         lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
         settle().await;
-        assert_eq!(first.poll().is_pending(), accepted == 0, "{answer}");
-        if accepted == 0 {
+        assert_eq!(first.poll().is_pending(), accepted < len - 1, "{accepted} {answer}");
+        if accepted < len - 1 {
             lab.leave_room(usize::MAX);
             first.await.unwrap();
             assert_eq!(lab.asked(), ["first"]);
@@ -522,4 +543,97 @@ async fn a_long_batch_leaves_others_their_turn_and_is_read_to_its_end() {
     assert_eq!(lab.connection.ignored() - ignored, JUNK as u64);
     // It is looked at twice, since half a batch is none.
     assert!(turns.load(Ordering::Relaxed) > 2 * JUNK / 1_000);
+}
+
+/// Tokio gives a task 128 polls a turn.
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_there_win_however_many_calls_one_task_waits_for() {
+    for end in [End::Deadline, End::Closure] {
+        let lab = Lab::new().await;
+        let mut calls = Vec::new();
+        for _ in 0..200 {
+            let mut request = tool("first");
+            request.context_mut().set_deadline(seconds(1));
+            calls.push(lab.begin(request).await);
+        }
+        assert!(calls.iter().all(|call| call.is_woken()));
+        match end {
+            End::Closure => lab.connection.close(),
+            _ => sleep(2 * SECOND).await,
+        }
+        let ended = join_all(calls).await;
+        assert!(ended.iter().all(Result::is_ok), "{end:?}");
+    }
+}
+
+/// The late answers that are reported of the call, as `may_be_error`, and whether a fence was violated.
+fn late_answers(request: &mut Request) -> Arc<Mutex<Vec<(bool, bool)>>> {
+    let seen: Arc<Mutex<Vec<_>>> = Arc::default();
+    let told = Arc::clone(&seen);
+    request.context_mut().events = Events::to(move |event| {
+        if let Event::LateAnswer(late) = event {
+            told.lock().unwrap().push((late.may_be_error, late.violated.is_some()));
+        }
+    });
+    seen
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_late_success_is_reported_whatever_its_size_and_whether_the_sdk_can_read_it() {
+    let long = "x".repeat((64 << 20) + 1);
+    let answers = [
+        (r#""result":{"content":[]}"#.to_owned(), &[(false, false)][..]),
+        (format!(r#""result":"{long}""#), &[(false, false)]),
+        (r#""error":1"#.to_owned(), &[]),
+    ];
+    for (answer, reports) in answers {
+        for is_dropped in [true, false] {
+            let lab = Lab::new().await;
+            let mut request = tool("mute");
+            let seen = late_answers(&mut request);
+            let call = lab.begin(request).await;
+            let unpolled = (!is_dropped).then_some(call);
+            settle().await;
+            lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
+            settle().await;
+            drop(unpolled);
+            settle().await;
+            assert_eq!(*seen.lock().unwrap(), reports, "{} {is_dropped}", &answer[..12]);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_nobody_took_is_a_late_one_and_its_call_is_not_cancelled() {
+    let lab = Lab::new().await;
+    let (mut request, activity) = watched();
+    let seen = late_answers(&mut request);
+    let first = lab.begin(request).await;
+    assert!(first.is_woken());
+    activity.set_replaced(Fence::because(CallContext::new().assign_id(), "as tested"));
+    drop(first);
+    settle().await;
+    assert_eq!(*seen.lock().unwrap(), [(false, true)]);
+    assert!(lab.cancelled.lock().unwrap().is_empty());
+
+    drop(lab.begin(tool("mute")).await);
+    settle().await;
+    assert_eq!(*lab.cancelled.lock().unwrap(), [2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_writes_lines_with_brackets_is_heard() {
+    for line in ["INFO at it", "[INFO] at it", "[1,2]", "[]"] {
+        let lab = Lab::new().await;
+        let mut request = tool("mute");
+        request.context_mut().set_deadline(seconds(1));
+        let mut call = lab.begin(request).await;
+        lab.says(line).await;
+        sleep(2 * SECOND).await;
+        let heard = lab.inner.times_heard();
+        lab.says(line).await;
+        settle().await;
+        assert!(lab.inner.times_heard() > heard, "{line}");
+        assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+    }
 }

@@ -35,7 +35,7 @@ use super::{
 use crate::{
     BoxError,
     connection::BoxFuture,
-    jsonrpc::{Batch, Lines, Piece},
+    jsonrpc::{Batch, Lines, Piece, Said},
 };
 
 /// How long a pipe is read on whose process has exited.
@@ -299,8 +299,8 @@ impl Pipe {
                 self.let_go();
             }
             self.work_off();
-            // A part of a message; whole ones speak for themselves.
-            if !at_end && self.ready.is_empty() && self.batch.is_none() {
+            // A part of a message, a batch or what is none; whole ones speak for themselves.
+            if !at_end && self.ready.is_empty() {
                 self.inner.heard();
             }
         }
@@ -345,7 +345,7 @@ impl Pipe {
                 tracing::debug!(target: "goaround", "a line above the limit was ignored");
             }
             Piece::TooLongAnswer(id) => {
-                self.end_oddly(i64::try_from(id).ok(), Sight::TooLarge(MAX_LINE));
+                self.end_oddly(i64::try_from(id).ok(), self.lines.said(), Sight::TooLarge(MAX_LINE));
             }
         }
     }
@@ -364,7 +364,8 @@ impl Pipe {
     fn odd_answer(&mut self, message: &[u8]) {
         match Envelope::of(message) {
             Some(envelope) if envelope.is_answer() => {
-                self.end_oddly(envelope.number(), Sight::Odd(HttpErrorKind::NotJsonRpc, None));
+                let said = if envelope.is_error() { Said::Error } else { Said::Result };
+                self.end_oddly(envelope.number(), said, Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
             envelope => self.ignore(envelope.is_some_and(|envelope| envelope.is_message())),
         }
@@ -376,8 +377,8 @@ impl Pipe {
     }
 
     /// Ends the call of that id with what was seen. The SDK is told in words that it knows.
-    fn end_oddly(&mut self, id: Option<i64>, sight: Sight) {
-        let exchange = id.and_then(|id| self.inner.sent_as(id)).filter(|exchange| exchange.is_out());
+    fn end_oddly(&mut self, id: Option<i64>, said: Said, sight: Sight) {
+        let exchange = id.and_then(|id| self.inner.answered_oddly(id, said));
         if let (Some(id), Some(exchange)) = (id, exchange) {
             exchange.saw(sight);
             self.ready.push_back(seen_elsewhere(RequestId::Number(id)));
