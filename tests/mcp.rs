@@ -458,7 +458,7 @@ async fn h14_a_replay_whose_trusted_effect_no_longer_holds_is_refused() {
     let seen = seen.lock().unwrap().clone();
     let reported =
         ("tools/call".to_owned(), Effect::ReadOnly, Basis::TrustedAnnotation, Some(Outcome::Unknown));
-    assert_eq!(seen, [reported]);
+    assert_eq!(seen, [reported.clone(), reported], "as in doubt, and as a call of two attempts");
     // A new call is judged anew: it is a write now.
     stack.send(tool("get")).await.unwrap();
 }

@@ -15,7 +15,7 @@ use tower::Service;
 
 use super::{Handle, backoff::Waits, bound};
 use crate::{
-    Attempt, Call, CallError, Cause, Delivery, Effect, Refusal, Rule, Scope,
+    Attempt, Call, CallError, Delivery, Effect, Refusal, Rule, Scope,
     call::Word,
     call::replica,
     deadline::Timer,
@@ -556,10 +556,6 @@ impl<S, Req: Call> Read<S, Req> {
             error = error.after_attempts(mem::take(&mut progress.earlier));
             for note in mem::take(&mut progress.notes) {
                 error = error.note(note);
-            }
-            if matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)) && error.may_have_landed() {
-                // To the next server it is a write: those before it may have been.
-                error.misjudge();
             }
         }
         match self.outermost {
