@@ -186,7 +186,7 @@ impl OnFile {
     /// It says nothing of what came of it. What must come of it is said instead.
     pub fn abandon(&mut self, id: EntryId, to: State, was: Option<&Entry>) -> Result<u64, LedgerError> {
         self.opened().ledger.abandon(self.outside(id), to);
-        let told = match was.is_some_and(|was| !was.state.is_closed()) {
+        let told = match was.is_some_and(|was| was.state == State::Open) {
             true => Ok(next(was)),
             false => Err(LedgerError::Conflict(id)),
         };

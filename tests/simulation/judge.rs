@@ -172,12 +172,12 @@ fn judge_write(world: &World, write: u32, seen: &Seen) {
         Some(Err(error)) => {
             let outcome = error.outcome();
             let must = matches!(outcome, Outcome::Unknown | Outcome::DoneResultLost);
-            match error.effect().is_write() {
-                true if must && doubts == 0 => wrong_report("no doubt"),
-                // It was taken for a read, which never is in doubt; it is reported as a call of more than one attempt.
-                false if must && calls == 0 => wrong_report("nothing"),
-                false if doubts + abandoned > 0 => wrong_report("of a read"),
-                _ => {}
+            // Also of one that was taken for a read, by a word that its server, or the next one, has taken back.
+            if must && doubts == 0 {
+                wrong_report("no doubt");
+            }
+            if !error.effect().is_write() && !error.may_have_landed() && doubts + abandoned > 0 {
+                wrong_report("of a read");
             }
             match outcome {
                 Outcome::NotDone if effects > 0 && !seen.again => lie(error),

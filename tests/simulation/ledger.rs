@@ -260,8 +260,10 @@ impl Ledger for Store {
                 let to = to.clone();
                 move |file: &mut OnFile, was: Option<&Entry>| file.abandon(id, to, was)
             };
-            let _ =
-                self.change(id, on_file, |entry| entry.settle(entry.revision, to, SystemTime::UNIX_EPOCH));
+            let _ = self.change(id, on_file, |entry| match entry.state {
+                State::Open => entry.settle(entry.revision, to, SystemTime::UNIX_EPOCH),
+                _ => Err(LedgerError::Conflict(id)),
+            });
         }
     }
 }
