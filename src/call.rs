@@ -661,7 +661,7 @@ impl Clone for CallIds {
 #[derive(Debug, Default)]
 pub struct Activity {
     state: Mutex<ActivityState>,
-    /// Where the write is entered, if it is one that may be replayed; else zero.
+    /// Where the write is entered; zero of what is no attempt of a write.
     ledger: AtomicUsize,
     /// Whether it waits for a connection, or is held back by it.
     waiting: AtomicBool,
@@ -713,17 +713,17 @@ pub(crate) trait Gate: fmt::Debug + Send + Sync {
     fn stays_open(&self) -> bool;
 }
 
-/// What a write-safety layer that may replay a write says of itself to those further in.
+/// What a write-safety layer says of itself to those further in.
 #[derive(Debug)]
 pub(crate) struct Guard {
     /// Which ledger it has.
     pub(crate) ledger: NonZeroUsize,
-    /// The write's conflict key there.
+    /// The write's conflict key there, if the layer may replay it.
     pub(crate) key: Option<Arc<str>>,
 }
 
 impl Activity {
-    /// Of an attempt of a write, with what its layer says if it may replay it.
+    /// Of an attempt of a write, with what its layer says of itself.
     #[inline]
     pub(crate) fn guarded(guard: Guard) -> Arc<Self> {
         // Made in its place; what is not zero is told it there.
@@ -735,7 +735,7 @@ impl Activity {
         activity
     }
 
-    /// Whether the layer that may replay the write enters it in that ledger, and has which key for it there.
+    /// Whether the layer whose attempt it is enters the write in that ledger, and has which key for it there.
     pub(crate) fn entered_in(&self, ledger: NonZeroUsize) -> Option<Option<Arc<str>>> {
         let entered = self.ledger.load(Ordering::Relaxed) == ledger.get();
         entered.then(|| self.lock().key.clone())

@@ -672,6 +672,15 @@ impl CallError {
         self.0.misjudged = true;
     }
 
+    /// Whether the last attempt would be in doubt if it was one of a write.
+    pub(crate) fn is_ambiguous_as_a_write(&self) -> bool {
+        let delivery = match (self.0.delivery, &self.0.cause) {
+            (None, Cause::Evidence(evidence)) => evidence.delivery(Effect::Write),
+            _ => self.delivery(),
+        };
+        delivery == Delivery::Ambiguous
+    }
+
     /// Whether that was done.
     pub(crate) fn is_misjudged(&self) -> bool {
         self.0.misjudged
@@ -1380,6 +1389,11 @@ mod tests {
         assert_eq!(write.with_attempt(None).outcome(), Outcome::Unknown);
         let read = CallError::evidence(Evidence::Unavailable, "503").of_call("r", Effect::ReadOnly);
         assert_eq!(read.with_attempt(None).outcome(), Outcome::NotDone);
+        // Nor is a read that its server no longer takes for one.
+        let mut taken_back = CallError::evidence(Evidence::Unavailable, "503").of_call("r", Effect::ReadOnly);
+        assert!(taken_back.is_ambiguous_as_a_write());
+        taken_back.misjudge();
+        assert_eq!(taken_back.with_attempt(None).outcome(), Outcome::Unknown);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::{
     watch::{Watch, taken_back},
 };
 use crate::{
-    Basis, BoxError, Call, CallError, Closure, Delivery, Refusal,
+    Basis, BoxError, Call, CallError, Closure, Refusal,
     call::{Word, effect_of},
     connection::{self, BoxFuture},
     event::Peer,
@@ -333,7 +333,7 @@ impl Lesson {
                 session.memory.unsubscribed(&uri);
             }
             // Nobody knows whether the server did it before or after it said that the tool had changed.
-            (Lesson::Trust(word), Err(error)) if error.delivery() == Delivery::Ambiguous && !word.holds() => {
+            (Lesson::Trust(word), Err(error)) if error.is_ambiguous_as_a_write() && !word.holds() => {
                 error.misjudge();
             }
             (_, _) => {}

@@ -15,7 +15,7 @@ use tower::Service;
 
 use super::{Handle, backoff::Waits, bound};
 use crate::{
-    Attempt, Call, CallError, Delivery, Effect, Refusal, Rule, Scope,
+    Attempt, Call, CallError, Cause, Delivery, Effect, Refusal, Rule, Scope,
     call::Word,
     call::replica,
     deadline::Timer,
@@ -90,6 +90,8 @@ struct Progress<Req> {
     /// How long was waited before the current attempt.
     waited: Duration,
     next: Option<Req>,
+    /// Whether one of the attempts would be in doubt if it was one of a write.
+    doubtful: bool,
     /// By what words of servers the attempts that were given up were taken for reads: what those servers say from then on
     /// still concerns them.
     words: Vec<Arc<dyn Word>>,
@@ -414,6 +416,7 @@ impl<S, Req: Call> Read<S, Req> {
         match self.another(&error) {
             Ok((until, next)) => {
                 let progress = self.progress();
+                progress.doubtful |= error.is_ambiguous_as_a_write();
                 progress.notes.extend(error.notes().map(|note| Cow::Owned(note.to_owned())));
                 progress.earlier.append(error.attempts_mut());
                 progress.next = Some(next);
@@ -513,6 +516,7 @@ impl<S, Req: Call> Read<S, Req> {
                 handed_back: false,
                 waited: Duration::ZERO,
                 next: None,
+                doubtful: false,
                 words: Vec::new(),
                 owns_trail: false,
             })
@@ -553,7 +557,13 @@ impl<S, Req: Call> Read<S, Req> {
             error.misjudge();
         }
         if let Some(progress) = &mut self.progress {
-            error = error.after_attempts(mem::take(&mut progress.earlier));
+            let mut earlier = mem::take(&mut progress.earlier);
+            if progress.doubtful && matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)) {
+                // What says of a read that it was not processed says less of the write that it may have been.
+                let refused = earlier.iter_mut().filter(|attempt| attempt.delivery == Delivery::NotProcessed);
+                refused.for_each(|attempt| attempt.delivery = Delivery::Ambiguous);
+            }
+            error = error.after_attempts(earlier);
             for note in mem::take(&mut progress.notes) {
                 error = error.note(note);
             }
@@ -651,6 +661,26 @@ mod tests {
 
     fn closed(closure: &Closure, delivery: Delivery) -> CallError {
         CallError::of_closure(closure.clone(), delivery)
+    }
+
+    /// Of a read a 503 says that it was not processed, and of a write that nobody knows; a 429 says so of both.
+    #[tokio::test(start_paused = true)]
+    async fn what_the_next_server_takes_for_a_write_is_unknown_if_it_may_have_been_processed_as_one() {
+        for (first, outcome) in
+            [(Evidence::Unavailable, Outcome::Unknown), (Evidence::TooManyRequests, Outcome::NotDone)]
+        {
+            let service = service_fn({
+                let calls = Arc::new(AtomicU32::new(0));
+                move |_: Tagged<u8>| {
+                    std::future::ready(Err::<u32, _>(match calls.fetch_add(1, Relaxed) {
+                        0 => CallError::of_evidence(first.clone()),
+                        _ => CallError::refused(Refusal::EffectChanged),
+                    }))
+                }
+            });
+            let error = RetryReadOnly.layer(service).oneshot(read()).await.unwrap_err();
+            assert_eq!((error.attempts().len(), error.outcome()), (2, outcome), "{error:?}");
+        }
     }
 
     #[derive(Default)]

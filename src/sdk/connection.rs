@@ -593,7 +593,7 @@ impl Inner {
 
     /// Nobody knows whether the server did the call before or after it said that its tool had changed.
     pub(super) fn judge_effect(&self, request: &Request, error: &mut CallError) {
-        if error.delivery() == Delivery::Ambiguous && !self.upholds(request) {
+        if error.is_ambiguous_as_a_write() && !self.upholds(request) {
             error.misjudge();
         }
     }

@@ -627,7 +627,6 @@ impl Client {
 
         let limit = line.limits.max_json_response_size;
         let body = read_body(response, limit, &self.shared.inner).await;
-        let has_left = letter.exchange.as_ref().is_none_or(|exchange| exchange.has_left());
         let body = match body {
             Ok(body) => body,
             Err(ReadError::TooLarge) => {
@@ -661,7 +660,7 @@ impl Client {
                 }
             }
             if let Ok(message) = serde_json::from_slice(&body)
-                && has_left
+                && letter.exchange.as_ref().is_none_or(|exchange| exchange.has_left())
             {
                 return Ok(StreamableHttpPostResponse::Json(message, session));
             }
@@ -943,8 +942,9 @@ impl Answering {
     async fn next(&mut self) -> Option<Sse> {
         while !self.over {
             while let Some(event) = self.parser.next() {
-                if let Some(event) = self.read(event) {
-                    return Some(event);
+                let event = self.read(event);
+                if event.is_some() || self.over {
+                    return event;
                 }
             }
             let Some(response) = &mut self.response else {

@@ -91,8 +91,8 @@
 //! Over the pipes of a child process all that [`crate::jsonrpc`] says holds here too, to the byte: a frame that was
 //! still queued is withdrawn and was not sent, one that was cut was not processed, and of everything else a closure
 //! makes a doubt. The closure is seen at the child's exit or the end of its output, and not when the SDK has waited
-//! for the child. What is said of a call before the pipe has accepted any of it is no answer to it, and passed
-//! over; so is, over HTTP, what another stream says of one whose POST has not left.
+//! for the child. What is said of a call before the pipe has accepted all of it but its newline is no answer to
+//! it, and passed over; so is, over HTTP, what another stream says of one whose POST has not left.
 //!
 //! Over HTTP a call has a response of its own, and what is lost with that concerns this call alone:
 //!

@@ -320,6 +320,8 @@ impl<Res> Closing<Res> {
         let Some(Err(mut error)) = self.result.take_if(is_lost) else { return };
         error.set_repeated();
         claimed_by_another(error.attempts_mut());
+        // By what is told below, or by a layer further out that tells of no read.
+        error.set_reported();
         let error = error.note(TAKEN_OVER);
         if let Some(news) = &mut self.news {
             news.doubt = news.lost.take().map(|mut doubt| {
