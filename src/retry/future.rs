@@ -92,8 +92,8 @@ struct Progress<Req> {
     next: Option<Req>,
     /// Whether one of the attempts would be in doubt if it was one of a write.
     doubtful: bool,
-    /// By what words of servers the attempts that were given up were taken for reads: what those servers say from then on
-    /// still concerns them.
+    /// By what words of servers the attempts that were given up or lost were taken for reads: what those servers say from
+    /// then on still concerns them.
     words: Vec<Arc<dyn Word>>,
     /// Whether the trail is this layer's; else one further out reports the call.
     owns_trail: bool,
@@ -374,7 +374,7 @@ impl<S, Req: Call> Read<S, Req> {
         }
     }
 
-    /// Of an attempt that is given up.
+    /// Of an attempt that is given up, or was lost on a connection that may live on.
     fn note_word(&mut self) {
         if let Some(word) = self.kept.context().activity().and_then(|activity| activity.word()) {
             self.progress().words.push(word);
@@ -413,10 +413,14 @@ impl<S, Req: Call> Read<S, Req> {
         if error.rule(Effect::ReadOnly, false) == Rule::Return {
             return Err(self.finish(error));
         }
+        let doubtful = error.is_ambiguous_as_a_write();
+        if doubtful {
+            self.note_word();
+        }
         match self.another(&error) {
             Ok((until, next)) => {
                 let progress = self.progress();
-                progress.doubtful |= error.is_ambiguous_as_a_write();
+                progress.doubtful |= doubtful;
                 progress.notes.extend(error.notes().map(|note| Cow::Owned(note.to_owned())));
                 progress.earlier.append(error.attempts_mut());
                 progress.next = Some(next);
@@ -680,6 +684,42 @@ mod tests {
             });
             let error = RetryReadOnly.layer(service).oneshot(read()).await.unwrap_err();
             assert_eq!((error.attempts().len(), error.outcome()), (2, outcome), "{error:?}");
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct Says(std::sync::atomic::AtomicBool);
+
+    impl Word for Says {
+        fn holds(&self) -> bool {
+            !self.0.load(Relaxed)
+        }
+    }
+
+    /// By a server that lives on, where its answer was lost.
+    #[tokio::test(start_paused = true)]
+    async fn a_read_whose_word_is_taken_back_before_its_next_attempt_has_none() {
+        for taken_back in [false, true] {
+            let (word, calls) = (Arc::new(Says::default()), Arc::new(AtomicU32::new(0)));
+            let (says, counter) = (Arc::clone(&word), Arc::clone(&calls));
+            let service = service_fn(move |call: Tagged<u8>| {
+                call.context().activity().unwrap().taken_by(says.clone());
+                std::future::ready(match counter.fetch_add(1, Relaxed) {
+                    0 => Err(CallError::ambiguous("body lost")),
+                    nth => Ok(nth),
+                })
+            });
+            let wait = backon::ConstantBuilder::new().with_delay(std::time::Duration::from_secs(5));
+            let layer = RetryReadOnly.attempt_timeout(std::time::Duration::from_secs(60)).backoff(wait);
+            let mut call = task::spawn(layer.layer(service).oneshot(read()));
+            assert_pending!(call.poll());
+            word.0.store(taken_back, Relaxed);
+            tokio::time::advance(std::time::Duration::from_secs(5)).await;
+            match taken_back {
+                false => assert_eq!(assert_ready_ok!(call.poll()), 1),
+                true => assert_eq!(assert_ready_err!(call.poll()).outcome(), Outcome::Unknown),
+            }
+            assert_eq!(calls.load(Relaxed), 2 - u32::from(taken_back));
         }
     }
 
