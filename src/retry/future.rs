@@ -677,7 +677,7 @@ mod tests {
                 let calls = Arc::new(AtomicU32::new(0));
                 move |_: Tagged<u8>| {
                     std::future::ready(Err::<u32, _>(match calls.fetch_add(1, Relaxed) {
-                        0 => CallError::of_evidence(first.clone()),
+                        0 => CallError::of_evidence(first),
                         _ => CallError::refused(Refusal::EffectChanged),
                     }))
                 }
