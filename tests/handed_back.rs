@@ -39,11 +39,11 @@ fn checked(lab: &Lab, ledger: &MemoryLedger) -> Safety {
 
 /// A gateway: its connections are stacks that share a ledger and have one conflict key. On the first one W1 is attempted and
 /// lost, found not to have landed, and its replay finds no connection. The next one takes five seconds.
-fn gateway(lab: &Lab, ledger: &MemoryLedger) -> BoxCloneService<Req, Res, CallError> {
+fn gateway(lab: &Lab, layer: Safety) -> BoxCloneService<Req, Res, CallError> {
     lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
-    let (inner, ledger, connects) = (lab.clone(), ledger.clone(), AtomicU32::new(0));
+    let (inner, connects) = (lab.clone(), AtomicU32::new(0));
     let connector = service_fn(move |()| {
-        let service = checked(&inner, &ledger).layer(ReconnectLayer::once().layer(inner.connector()));
+        let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
         let first = connects.fetch_add(1, Relaxed) == 0;
         async move {
             if !first {
@@ -64,7 +64,7 @@ fn gateway(lab: &Lab, ledger: &MemoryLedger) -> BoxCloneService<Req, Res, CallEr
 async fn a_replay_that_was_handed_back_does_not_go_over_a_later_write() {
     let (lab, ledger) = (Lab::new(), MemoryLedger::new());
     lab.write(fail(closed())).write(answer(1));
-    let call = tokio::spawn(gateway(&lab, &ledger).oneshot(write()));
+    let call = tokio::spawn(gateway(&lab, checked(&lab, &ledger)).oneshot(write()));
     sleep(2 * SECOND).await;
     assert_eq!(lab.writes(), 1, "W1's first attempt");
     let other = Lab::new();
@@ -81,7 +81,8 @@ async fn a_replay_that_was_handed_back_does_not_go_over_a_later_write() {
 async fn a_replay_that_was_handed_back_is_made_once_in_all() {
     let (lab, ledger) = (Lab::new(), MemoryLedger::new());
     lab.write(fail(closed())).write(fail(CallError::ambiguous("reset"))).write(answer(3));
-    let result = gateway(&lab, &ledger).oneshot(write()).await.map_err(|error| error.to_string());
+    let result =
+        gateway(&lab, checked(&lab, &ledger)).oneshot(write()).await.map_err(|error| error.to_string());
     assert!(lab.writes() <= 2, "sent {} times: {result:?} {:?}", lab.writes(), lab.log.timed());
 }
 
@@ -91,7 +92,8 @@ async fn a_replay_that_was_handed_back_is_told_once() {
     lab.write(fail(closed()))
         .write(fail(CallError::ambiguous("reset")))
         .write(fail(CallError::ambiguous("reset")));
-    let result = gateway(&lab, &ledger).oneshot(write()).await.map_err(|error| error.to_string());
+    let result =
+        gateway(&lab, checked(&lab, &ledger)).oneshot(write()).await.map_err(|error| error.to_string());
     assert_eq!(lab.events.doubts(), 1, "{result:?} {:#?}", lab.events.all());
 }
 
@@ -141,28 +143,13 @@ async fn a_layer_that_refuses_replays_does_not_make_one_over_a_later_write() {
 #[tokio::test(start_paused = true)]
 async fn a_trusted_replay_that_was_handed_back_does_not_go_over_a_later_write() {
     let lab = Lab::new();
-    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
     let busy = CallError::evidence(Evidence::TooManyRequests, "429").connection_lost();
     lab.write(fail(busy)).write(answer(1));
     let layer = Safety::refuse().trust(Evidence::TooManyRequests);
     let layer = layer.ledger(MemoryLedger::new()).conflict_key(|_: &Req| Some("account 7"));
-    let (other, inner, connects) = (Lab::new(), lab.clone(), AtomicU32::new(0));
-    let mut second = layer.clone().layer(other.connection());
-    let connector = service_fn(move |()| {
-        let service = layer.clone().layer(ReconnectLayer::once().layer(inner.connector()));
-        let first = connects.fetch_add(1, Relaxed) == 0;
-        async move {
-            if !first {
-                sleep(5 * SECOND).await;
-            }
-            Ok::<_, BoxError>(service)
-        }
-    });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(ReconnectLayer::once())
-        .service(connector);
-    let call = tokio::spawn(service.oneshot(write()));
+    let other = Lab::new();
+    let mut second = layer.layer(other.connection());
+    let call = tokio::spawn(gateway(&lab, layer).oneshot(write()));
     sleep(2 * SECOND).await;
     assert_eq!(lab.writes(), 1, "W1's first attempt");
     other.write(answer(2));
