@@ -275,7 +275,7 @@ impl CallError {
 
     /// Whether the call is a write, or was taken for a read by a word that the server has taken back.
     fn may_be_a_write(&self) -> bool {
-        self.effect().is_write() || matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
+        self.effect().is_write() || self.is_of_changed_effect()
     }
 
     /// Whether it was taken for a write since a layer had asked, and nobody had said what it is.
@@ -283,7 +283,7 @@ impl CallError {
         self.0.basis == Some(Basis::Default)
             && self.effect().is_write()
             && !self.0.misjudged
-            && !matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
+            && !self.is_of_changed_effect()
     }
 
     /// Whether the server answered and nobody knows what.
@@ -672,6 +672,16 @@ impl CallError {
         self.0.misjudged = true;
     }
 
+    /// Whether that was done.
+    pub(crate) fn is_misjudged(&self) -> bool {
+        self.0.misjudged
+    }
+
+    /// Whether it was refused since its server does not say any more what it was taken for.
+    pub(crate) fn is_of_changed_effect(&self) -> bool {
+        matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged))
+    }
+
     /// Whether the last attempt would be in doubt if it was one of a write.
     pub(crate) fn is_ambiguous_as_a_write(&self) -> bool {
         let delivery = match (self.0.delivery, &self.0.cause) {
@@ -679,11 +689,6 @@ impl CallError {
             _ => self.delivery(),
         };
         delivery == Delivery::Ambiguous
-    }
-
-    /// Whether that was done.
-    pub(crate) fn is_misjudged(&self) -> bool {
-        self.0.misjudged
     }
 
     /// Says that it is not to be handed over anew though its last attempt was not sent: whoever would do that asks neither
@@ -704,7 +709,7 @@ impl CallError {
 
     /// Whether a call may have done something that no layer took for a write, and that is to be reported.
     pub(crate) fn is_unreported(&self) -> bool {
-        let taken_back = self.0.misjudged || matches!(self.0.cause, Cause::Refused(Refusal::EffectChanged));
+        let taken_back = self.0.misjudged || self.is_of_changed_effect();
         taken_back && !self.0.reported && self.may_have_landed()
     }
 

@@ -454,35 +454,12 @@ async fn a_write_that_the_sdks_connection_had_not_sent_when_it_closed_is_in_no_d
 
 // ----- what is a read outside and a write inside, handed back over an unknown attempt
 
-/// A reconnect layer around connections that have these layers: the first of them attempts the write, and then finds no
-/// connection; the next one takes that long.
-fn over_layers(lab: &Lab, safety: fn() -> Safety, wait: Duration) -> BoxCloneService<Req, Res, CallError> {
-    let (inner, connects) = (lab.clone(), AtomicU32::new(0));
-    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
-    let connector = service_fn(move |()| {
-        let layer = safety().on_event(inner.events.sink());
-        let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
-        let first = connects.fetch_add(1, Relaxed) == 0;
-        async move {
-            if !first {
-                tokio::time::sleep(wait).await;
-            }
-            Ok::<_, BoxError>(service)
-        }
-    });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(ReconnectLayer::once())
-        .service(connector);
-    BoxCloneService::new(service)
-}
-
 /// W1 is idempotent and lost, and its replay finds no connection: it is not handed over again, before W2 or on top of it.
 #[tokio::test(start_paused = true)]
 async fn a_reconnect_layer_hands_no_write_over_again_that_is_unknown() {
     let lab = Lab::new();
     lab.write(fail(closed())).write(answer(2)).write(answer(1));
-    let service = over_layers(&lab, || Safety::refuse().replay_idempotent(), 5 * SECOND);
+    let service = over_layers(&lab, Safety::refuse().replay_idempotent(), 5 * SECOND);
     let idempotent = || Tagged::new("w", Effect::Idempotent).named("put");
     let error = service.clone().oneshot(idempotent()).await.unwrap_err();
     assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown));
@@ -495,7 +472,7 @@ async fn a_reconnect_layer_hands_no_write_over_again_that_is_unknown() {
 async fn unknown_further_in(safety: fn() -> Safety) -> (usize, Result<Res, Outcome>, Vec<String>) {
     let lab = Lab::new();
     lab.write(fail(closed())).write(answer(1));
-    let service = over_layers(&lab, safety, 15 * SECOND);
+    let service = over_layers(&lab, safety(), 15 * SECOND);
     let result = service.oneshot(read()).await.map_err(|error| error.outcome());
     (lab.writes(), result, lab.log.timed())
 }

@@ -37,26 +37,10 @@ fn checked(lab: &Lab, ledger: &MemoryLedger) -> Safety {
     check.ledger(ledger.clone()).conflict_key(|_: &Req| Some("account 7")).on_event(lab.events.sink())
 }
 
-/// A gateway: its connections are stacks that share a ledger and have one conflict key. On the first one W1 is attempted and
-/// lost, found not to have landed, and its replay finds no connection. The next one takes five seconds.
+/// Its connections are stacks that share a ledger and have one conflict key. On the first one W1 is attempted and lost, found
+/// not to have landed, and its replay finds no connection. The next one takes five seconds.
 fn gateway(lab: &Lab, layer: Safety) -> BoxCloneService<Req, Res, CallError> {
-    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
-    let (inner, connects) = (lab.clone(), AtomicU32::new(0));
-    let connector = service_fn(move |()| {
-        let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
-        let first = connects.fetch_add(1, Relaxed) == 0;
-        async move {
-            if !first {
-                sleep(5 * SECOND).await;
-            }
-            Ok::<_, BoxError>(service)
-        }
-    });
-    let service = ServiceBuilder::new()
-        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
-        .layer(ReconnectLayer::once())
-        .service(connector);
-    BoxCloneService::new(service)
+    over_layers(lab, layer, 5 * SECOND)
 }
 
 /// W2, over another stack with the same ledger and key, is done meanwhile.

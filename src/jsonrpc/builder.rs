@@ -110,9 +110,9 @@ impl Builder {
     /// pipes of child processes on Windows.
     ///
     /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy, and
-    /// sent it: an answer to it counts from then on, and at a closure, or at its deadline, it is ambiguous. With it, one is begun once the transport has accepted a byte
-    /// of it, and one that was cut at a closure is provably not processed: it may be handed over again, also if it is a
-    /// write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
+    /// sent it: an answer to it counts from then on, and at a closure, or at its deadline, it is ambiguous. With it, one is
+    /// begun once the transport has accepted a byte of it, and one that was cut at a closure is provably not processed: it
+    /// may be handed over again, also if it is a write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
     /// lies in this client's buffer. A false declaration repeats writes.
     ///
     /// Requests that are made at the same time go in one write. Without the declaration each write that a
@@ -174,8 +174,9 @@ impl Builder {
     }
 
     /// Who is asked, when a call's turn to be written has come, whether the trusted annotation that it was judged by
-    /// still holds, and again after each change as long as it is not begun. One that does not hold is withdrawn ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything
-    /// else are not asked about.
+    /// still holds, and again after each change as long as it is not begun. One that does not hold is withdrawn
+    /// ([`Refusal::EffectChanged`](crate::Refusal::EffectChanged)). Calls that were judged by anything else are not asked
+    /// about.
     pub(crate) fn upheld_by(mut self, upholds: Arc<dyn Upholds>) -> Self {
         self.upholds = Some(upholds);
         self

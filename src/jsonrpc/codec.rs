@@ -128,8 +128,8 @@ fn filled(mut line: BytesMut) -> Option<Piece> {
 
 /// Finds the top-level `id` of answers in JSON that flows by, in bounded memory: servers may put it last.
 ///
-/// An answer has a `result`, or an `error` that is not `null`, and no `method`. A key that is written with escapes is not seen,
-/// which can only lose an answer, never make one: both keys are needed. As in a short line, what is in no JSON is
+/// An answer has a `result`, or an `error` that is not `null`, and no `method`. A key that is written with escapes is not
+/// seen, which can only lose an answer, never make one: both keys are needed. As in a short line, what is in no JSON is
 /// no answer: a line that begins or goes on with anything else, such as one of a log, is one to its end.
 #[derive(Debug, Default)]
 struct Scanner {

@@ -43,8 +43,6 @@ use crate::{
 const BATCH: usize = 16 << 10;
 /// How much is read at once.
 const READ: usize = 16 << 10;
-/// How many messages are looked at before others have their turn: a line may hold millions.
-const PORTION: usize = 512;
 /// A buffer above this is let go when it is empty and nothing lately was as large.
 const KEEP: usize = 1 << 20;
 /// Over how many fillings "lately" reaches back, at least.
@@ -638,7 +636,7 @@ impl Driver {
     fn work_off(&mut self) {
         self.unread = true;
         let mut input = mem::take(&mut self.input);
-        let mut portion = PORTION;
+        let mut portion = Batch::PORTION;
         while portion > 0 {
             if let Some(mut batch) = self.incoming.take() {
                 if !batch.read(&mut portion, |incoming| self.take_in(incoming)) {

@@ -431,6 +431,9 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
+    /// How many messages are looked at before others have their turn: a line may hold millions.
+    pub(crate) const PORTION: usize = 512;
+
     pub(crate) fn is_one(line: &[u8]) -> bool {
         line.iter().find(|byte| !is_blank(**byte)) == Some(&b'[')
     }

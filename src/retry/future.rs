@@ -15,9 +15,8 @@ use tower::Service;
 
 use super::{Handle, backoff::Waits, bound};
 use crate::{
-    Attempt, Call, CallError, Cause, Delivery, Effect, Refusal, Rule, Scope,
-    call::Word,
-    call::replica,
+    Attempt, Call, CallError, Delivery, Effect, Refusal, Rule, Scope,
+    call::{Word, replica},
     deadline::Timer,
     event::{CallReport, Event, Report},
 };
@@ -562,7 +561,7 @@ impl<S, Req: Call> Read<S, Req> {
         }
         if let Some(progress) = &mut self.progress {
             let mut earlier = mem::take(&mut progress.earlier);
-            if progress.doubtful && matches!(error.cause(), Cause::Refused(Refusal::EffectChanged)) {
+            if progress.doubtful && error.is_of_changed_effect() {
                 // What says of a read that it was not processed says less of the write that it may have been.
                 let refused = earlier.iter_mut().filter(|attempt| attempt.delivery == Delivery::NotProcessed);
                 refused.for_each(|attempt| attempt.delivery = Delivery::Ambiguous);

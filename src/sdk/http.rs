@@ -626,8 +626,7 @@ impl Client {
         }
 
         let limit = line.limits.max_json_response_size;
-        let body = read_body(response, limit, &self.shared.inner).await;
-        let body = match body {
+        let body = match read_body(response, limit, &self.shared.inner).await {
             Ok(body) => body,
             Err(ReadError::TooLarge) => {
                 letter.saw(match status.is_success() {
@@ -660,7 +659,7 @@ impl Client {
                 }
             }
             if let Ok(message) = serde_json::from_slice(&body)
-                && letter.exchange.as_ref().is_none_or(|exchange| exchange.has_left())
+                && has_left(letter.exchange.as_deref())
             {
                 return Ok(StreamableHttpPostResponse::Json(message, session));
             }
@@ -922,6 +921,11 @@ fn sse(event: Event) -> Sse {
 
 // ===== impl Answering =====
 
+/// Whether an answer can be one: what is no call has left.
+fn has_left(exchange: Option<&Exchange>) -> bool {
+    exchange.is_none_or(Exchange::has_left)
+}
+
 /// The stream that answers a post, and its resumptions.
 struct Answering {
     client: Client,
@@ -989,7 +993,8 @@ impl Answering {
                 return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
             self.end();
-            if !self.has_left() {
+            // Of what has not left the stream's end tells the SDK.
+            if !has_left(self.exchange.as_deref()) {
                 return None;
             }
         }
@@ -1016,15 +1021,10 @@ impl Answering {
         self.response = None;
     }
 
-    /// Whether an answer can be one. Of what has not left the stream's end tells the SDK.
-    fn has_left(&self) -> bool {
-        self.exchange.as_ref().is_none_or(|exchange| exchange.has_left())
-    }
-
     /// Ends the call with what was seen. The SDK is told in words that it knows.
     fn end_oddly(&mut self, sight: Sight) -> Option<Sse> {
         self.end();
-        if !self.has_left() {
+        if !has_left(self.exchange.as_deref()) {
             return None;
         }
         self.saw(sight);

@@ -42,8 +42,6 @@ use crate::{
 const DRAIN: Duration = Duration::from_millis(50);
 /// How much is read at once.
 const READ: usize = 16 << 10;
-/// How many elements of a batch are looked at before others have their turn.
-const PORTION: usize = 512;
 /// How many messages that are no calls (answers, cancellations, the user's notifications) wait for the pipe at most.
 /// More are not sent.
 const MAX_WAITING: usize = 2_048;
@@ -271,7 +269,8 @@ impl Pipe {
                 return Poll::Ready(Some(message));
             }
             if let Some(mut batch) = self.batch.take() {
-                let is_over = batch.texts(&mut PORTION.clone(), |message| match message {
+                let mut portion = Batch::PORTION;
+                let is_over = batch.texts(&mut portion, |message| match message {
                     Ok(message) => self.read_message(message.as_bytes()),
                     Err(_) => self.ignore(false),
                 });

@@ -5,19 +5,23 @@ use std::{
     collections::VecDeque,
     future::{Future, pending, ready},
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
 use goaround::{
-    BoxError, Call, CallError, Effect, Event, Evidence, Exit, InDoubt, Outcome, Tagged, Verdict, VerdictKind,
+    BoxError, Call, CallError, DeadlineLayer, Effect, Event, Evidence, Exit, InDoubt, Outcome,
+    ReconnectLayer, Tagged, Verdict, VerdictKind, WriteSafetyLayer,
 };
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep},
 };
-use tower::Service;
+use tower::{Layer, Service, ServiceBuilder, service_fn, util::BoxCloneService};
 
 pub type Req = Tagged<&'static str>;
 pub type Res = u32;
@@ -381,3 +385,30 @@ macro_rules! handed_on {
 }
 #[allow(unused_imports, reason = "few tests have such a ledger")]
 pub(crate) use handed_on;
+
+/// A gateway: a reconnect layer around connections that have that layer. On the first of them a write is attempted, and finds
+/// no connection after that; the next one takes that long.
+pub fn over_layers(
+    lab: &Lab,
+    layer: WriteSafetyLayer<Req, Res>,
+    wait: Duration,
+) -> BoxCloneService<Req, Res, CallError> {
+    let (inner, connects) = (lab.clone(), AtomicU32::new(0));
+    lab.readiness(Readiness::Ready).readiness(Readiness::Dead).readiness(Readiness::Dead);
+    let layer = layer.on_event(lab.events.sink());
+    let connector = service_fn(move |()| {
+        let service = layer.layer(ReconnectLayer::once().layer(inner.connector()));
+        let first = connects.fetch_add(1, Ordering::Relaxed) == 0;
+        async move {
+            if !first {
+                sleep(wait).await;
+            }
+            Ok::<_, BoxError>(service)
+        }
+    });
+    let service = ServiceBuilder::new()
+        .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
+        .layer(ReconnectLayer::once())
+        .service(connector);
+    BoxCloneService::new(service)
+}
