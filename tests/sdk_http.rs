@@ -42,6 +42,7 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
+use tokio_test::task;
 
 /// Longer than any of these tests takes where nothing hangs.
 const BOUND: Duration = Duration::from_secs(30);
@@ -1298,6 +1299,44 @@ async fn a_late_answer_is_nobody_elses() {
     let second = bounded("its own", second).await.unwrap().unwrap();
     assert_eq!(told(&second).unwrap(), Vec::<String>::new());
     assert_eq!(client.generation(), Some(1));
+}
+
+#[tokio::test]
+async fn a_success_that_nobody_took_is_a_late_one_whatever_the_sdk_can_read_of_it() {
+    let answers = [
+        (r#"{"jsonrpc":"2.0","id":$ID,"result":{"content":[]}}"#, 1),
+        (r#"{"jsonrpc":"1.0","id":$ID,"result":{"content":[]}}"#, 1),
+        (r#"{"jsonrpc":"1.0","id":$ID,"error":1}"#, 0),
+    ];
+    for ((answer, reports), is_stream) in answers.into_iter().flat_map(|row| [(row, false), (row, true)]) {
+        let server = Server::start().await;
+        let events = Events::default();
+        let client = Arc::new(builder(http(&server)).on_event(events.sink()).build().unwrap());
+        connected(&server, &client).await;
+        let gate = Gate::new();
+        let reply = match is_stream {
+            true => Reply::sse().gate(&gate).chunk(format!("data: {answer}\n\n")).end_of_chunks(),
+            false => Reply::new().gate(&gate).then_http("200 OK", &[JSON], answer),
+        };
+        server.on(On::Tool("append"), reply);
+        let mut call = task::spawn(client.send(append("x")));
+        assert!(call.poll().is_pending());
+        server.until_called("append", 1).await;
+        while call.is_woken() {
+            assert!(call.poll().is_pending());
+            sleep(ms(20)).await;
+        }
+        gate.open(1);
+        bounded("answered", async {
+            while !call.is_woken() {
+                sleep(ms(5)).await;
+            }
+        })
+        .await;
+        drop(call);
+        assert_eq!(events.of("late_answer").len(), reports, "{answer}, a stream: {is_stream}");
+        assert_eq!(word(&client.send(lines()).await), "ok");
+    }
 }
 
 #[tokio::test]

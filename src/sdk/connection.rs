@@ -392,10 +392,11 @@ impl Inner {
             if state.sent.get(&id).is_some_and(|call| !call.is_out()) {
                 return Answers::Unsent;
             }
+            let late = state.late(id);
             if let Some(call) = state.sent.remove(&id) {
                 call.answered(if success { Said::Result } else { Said::Error });
             }
-            state.remembered.remove(id.unsigned_abs())
+            late
         };
         if let Some(late) = late.filter(|_| success) {
             late.emit();
@@ -418,13 +419,13 @@ impl Inner {
     pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Arc<Exchange>> {
         let late = {
             let mut state = self.lock();
-            if let Some(call) = state.sent.get(&id) {
-                return call.is_out().then(|| {
-                    call.answered(said);
-                    Arc::clone(call)
-                });
+            let late = state.late(id);
+            if late.is_none() {
+                let call = state.sent.get(&id).filter(|call| call.is_out())?;
+                call.answered(said);
+                return Some(Arc::clone(call));
             }
-            state.remembered.remove(u64::try_from(id).ok()?)
+            late
         };
         if let Some(late) = late {
             late.report_as(said);
@@ -531,13 +532,9 @@ impl Inner {
         let (pause, is_drained) = {
             let mut state = self.lock();
             state.calls.remove(&exchange.key);
-            if let Some(id) = exchange.id() {
-                state.sent.remove(&id);
-                if exchange.said().is_none()
-                    && let Some(late) = late.take().filter(|_| !state.ended)
-                {
-                    state.remembered.insert(id.unsigned_abs(), late);
-                }
+            // Of one that is being written no answer can come: see `written`.
+            if late.is_none() || exchange.said().is_some() || exchange.is_out() {
+                state.forget(exchange, &mut late);
             }
             if exchange.request.context().progress().is_some() {
                 state.watched.retain(|_, key| *key != exchange.key);
@@ -552,6 +549,16 @@ impl Inner {
         self.stirred.notify_waiters();
         if is_drained {
             self.close("the session is gone");
+        }
+    }
+
+    /// The pipe has accepted the whole call: from here on an answer to it is a late one, if it was given up meanwhile.
+    pub(super) fn written(&self, exchange: &Exchange) {
+        if exchange.is_given_up() {
+            let mut state = self.lock();
+            if !state.calls.contains_key(&exchange.key) {
+                state.forget(exchange, &mut Some(Late::of_call(&exchange.request)));
+            }
         }
     }
 
@@ -754,6 +761,27 @@ impl Drop for Beside {
 // ===== impl State =====
 
 impl State {
+    /// No answer to the call is waited for any more; what is kept of it tells of one that comes all the same.
+    fn forget(&mut self, exchange: &Exchange, late: &mut Option<Late>) {
+        let Some(id) = exchange.id() else { return };
+        let was_sent = self.sent.remove(&id).is_some();
+        if was_sent
+            && exchange.said().is_none()
+            && let Some(late) = late.take()
+        {
+            self.remembered.insert(id.unsigned_abs(), late);
+        }
+    }
+
+    /// What was kept of a call that nobody waits for and that an answer with that id is to.
+    fn late(&mut self, id: i64) -> Option<Late> {
+        let has_left = |call: &Arc<Exchange>| call.is_out() && !self.calls.contains_key(&call.key);
+        if self.sent.get(&id).is_some_and(has_left) {
+            return self.sent.remove(&id).map(|call| Late::of_call(&call.request));
+        }
+        self.remembered.remove(u64::try_from(id).ok()?)
+    }
+
     fn pause(&mut self, call: &Exchange) {
         let progress = call.request.context().progress();
         if let Some(progress) = progress.filter(|progress| progress.pauses_while_asking()) {
@@ -1013,7 +1041,7 @@ impl Waiting {
             return Poll::Ready(Some(match self.take_answer() {
                 Some(Ok(result)) => Ok(result),
                 Some(Err(error @ ServiceError::McpError(_))) => Err(self.judged(error)),
-                _ => Err(error),
+                _ => Err(self.overtaken(error)),
             }));
         }
         self.poll_time(first)
@@ -1060,7 +1088,7 @@ impl Waiting {
                 self.answer = None;
                 inner.close("the connection's task ended");
                 match self.exchange.poll_end(cx) {
-                    Some(error) => Poll::Ready(Err(error)),
+                    Some(error) => Poll::Ready(Err(self.overtaken(error))),
                     None => Poll::Pending,
                 }
             }
@@ -1070,6 +1098,14 @@ impl Waiting {
     /// The answer that is there and was not looked at.
     fn take_answer(&mut self) -> Option<Result<ServerResult, ServiceError>> {
         self.answer.as_mut()?.rx.try_recv().ok()
+    }
+
+    /// The connection's end, which an answer that the SDK still had in its hands is too late for.
+    fn overtaken(&self, error: CallError) -> CallError {
+        if let Some(said) = self.exchange.said() {
+            Late::of_call(&self.exchange.request).report_as(said);
+        }
+        error
     }
 
     /// What an error of the SDK's says, here and of the connection.

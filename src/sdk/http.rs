@@ -50,7 +50,12 @@ use super::{
     sse::{Event, Parser},
     transport::{Envelope, is_object, seen_elsewhere},
 };
-use crate::{BoxError, connection::BoxFuture, jsonrpc::begins_an_answer, wakers::quietly};
+use crate::{
+    BoxError,
+    connection::BoxFuture,
+    jsonrpc::{Said, begins_an_answer},
+    wakers::quietly,
+};
 
 const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -468,6 +473,11 @@ impl Letter {
         Ok(Self { body, exchange, id, is_handshake, is_discover, inner })
     }
 
+    /// The server has answered in a way that the SDK cannot read.
+    fn was_answered(&self, said: Said) {
+        was_answered(&self.inner, self.id.as_ref(), said);
+    }
+
     /// Notes what was seen of the call, or of what goes beside the calls.
     fn saw(&self, sight: Sight) {
         match &self.exchange {
@@ -629,6 +639,9 @@ impl Client {
         let body = match read_body(response, limit, &self.shared.inner).await {
             Ok(body) => body,
             Err(ReadError::TooLarge) => {
+                if status.is_success() {
+                    letter.was_answered(Said::Unknown);
+                }
                 letter.saw(match status.is_success() {
                     true => Sight::TooLarge(limit),
                     false => of_status(status.as_u16(), None),
@@ -670,7 +683,12 @@ impl Client {
         let odd = match &envelope {
             Some(envelope) if !envelope.answers(&id) => HttpErrorKind::WrongId,
             _ if !status.is_success() => HttpErrorKind::Status,
-            _ => HttpErrorKind::NotJsonRpc,
+            answer => {
+                if let Some(answer) = answer {
+                    letter.was_answered(answer.said());
+                }
+                HttpErrorKind::NotJsonRpc
+            }
         };
         letter.saw(Sight::Odd(odd, (!status.is_success()).then_some(status.as_u16())));
         Err(match status.is_success() {
@@ -926,6 +944,13 @@ fn has_left(exchange: Option<&Exchange>) -> bool {
     exchange.is_none_or(Exchange::has_left)
 }
 
+/// An answer came that the SDK cannot read. Where nobody waits for it any more it may be a late success.
+fn was_answered(inner: &Inner, id: Option<&RequestId>, said: Said) {
+    if let Some(RequestId::Number(id)) = id {
+        inner.answered_oddly(*id, said);
+    }
+}
+
 /// The stream that answers a post, and its resumptions.
 struct Answering {
     client: Client,
@@ -990,6 +1015,7 @@ impl Answering {
                 return self.end_oddly(Sight::Odd(HttpErrorKind::WrongId, None));
             }
             if serde_json::from_str::<ServerJsonRpcMessage>(&event.data).is_err() {
+                was_answered(&self.client.shared.inner, self.id.as_ref(), envelope.said());
                 return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None));
             }
             self.end();
@@ -1011,7 +1037,10 @@ impl Answering {
         // A line's end within JSON is white space.
         data.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b' ');
         match id.is_some_and(|id| begins_an_answer(&data, id)) {
-            true => Sight::TooLarge(self.line.limits.max_sse_event_size),
+            true => {
+                was_answered(&self.client.shared.inner, self.id.as_ref(), Said::Unknown);
+                Sight::TooLarge(self.line.limits.max_sse_event_size)
+            }
             false => Sight::Odd(HttpErrorKind::EventTooLarge, None),
         }
     }

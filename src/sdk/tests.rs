@@ -622,6 +622,44 @@ async fn an_answer_that_nobody_took_is_a_late_one_and_its_call_is_not_cancelled(
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_answer_to_a_call_that_was_given_up_half_written_is_none_before_it_is_there() {
+    let lab = Lab::new().await;
+    lab.leave_room(9);
+    let mut request = tool("first");
+    let seen = late_answers(&mut request);
+    drop(lab.begin_held_up(request).await);
+    settle().await;
+    lab.says(r#"{"jsonrpc":"2.0","id":1,"result":{"content":[]}}"#).await;
+    settle().await;
+    assert!(seen.lock().unwrap().is_empty());
+
+    lab.leave_room(usize::MAX);
+    settle().await;
+    assert_eq!((lab.asked(), &*seen.lock().unwrap()), (vec!["first".to_owned()], &vec![(false, false)]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_success_that_the_connections_end_overtakes_is_a_late_one() {
+    for (answer, reports) in [
+        (r#""result":{"content":[]}"#, &[(false, false)][..]),
+        (r#""error":{"code":-32603,"message":"no"}"#, &[]),
+    ] {
+        let lab = Lab::new().await;
+        let mut request = tool("mute");
+        let seen = late_answers(&mut request);
+        let mut call = lab.begin(request).await;
+        let answer = format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#);
+        // The SDK has it in its hands from here on.
+        assert!(lab.inner.received(&mut serde_json::from_str(&answer).unwrap()));
+        lab.connection.close();
+        assert_eq!(failed(&mut call).delivery(), Delivery::Ambiguous);
+        drop(call);
+        settle().await;
+        assert_eq!(*seen.lock().unwrap(), reports, "{answer}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_server_that_writes_lines_with_brackets_is_heard() {
     for line in ["INFO at it", "[INFO] at it", "[1,2]", "[]"] {
         let lab = Lab::new().await;

@@ -363,8 +363,11 @@ impl Pipe {
     fn odd_answer(&mut self, message: &[u8]) {
         match Envelope::of(message) {
             Some(envelope) if envelope.is_answer() => {
-                let said = if envelope.is_error() { Said::Error } else { Said::Result };
-                self.end_oddly(envelope.number(), said, Sight::Odd(HttpErrorKind::NotJsonRpc, None));
+                self.end_oddly(
+                    envelope.number(),
+                    envelope.said(),
+                    Sight::Odd(HttpErrorKind::NotJsonRpc, None),
+                );
             }
             envelope => self.ignore(envelope.is_some_and(|envelope| envelope.is_message())),
         }
@@ -446,6 +449,7 @@ impl AnyTransport for Pipe {
                         Some(Ok(())) => {
                             exchange.set_heard(inner.times_heard());
                             exchange.mark_sent();
+                            inner.written(&exchange);
                         }
                         Some(Err(error)) => {
                             // What was written of it is known there, and the pipe is of no use any more.
@@ -564,6 +568,11 @@ impl<'a> Envelope<'a> {
 
     pub(super) fn is_error(&self) -> bool {
         self.is_answer() && self.error.is_some()
+    }
+
+    /// Of an answer, what it is.
+    pub(super) fn said(&self) -> Said {
+        if self.is_error() { Said::Error } else { Said::Result }
     }
 
     /// The id as a number, as the SDK reads it: also where it was made a text.
