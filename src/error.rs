@@ -21,6 +21,7 @@ use serde::Serialize;
 use crate::{
     Basis, BoxError, Call, CallId, Cause, Delivery, Effect, Evidence, Refusal, Scope,
     connection::discard,
+    deadline::once_more,
     delivery::ConnectError,
     places::{Place, Places},
     wakers::wake_all,
@@ -1188,7 +1189,7 @@ impl Closure {
 
     /// Finds out how the process ended, as far as that needs no waiting.
     pub(crate) fn learn_exit(&self) {
-        let _ = pin!(self.exited()).poll(&mut Context::from_waker(Waker::noop()));
+        let _ = once_more(pin!(self.exited()), &mut Context::from_waker(Waker::noop()));
     }
 
     /// How the process ended, if that is known already.

@@ -3,26 +3,32 @@
 mod lab;
 
 use std::{
-    future::{pending, ready},
+    future::{Future, pending, poll_fn, ready},
+    pin::pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering},
     },
+    task::Poll,
     time::Duration,
 };
 
 use goaround::{
     Call, CallContext, CallError, Cause, Deadline, DeadlineLayer, DeadlineService, Delivery, Effect,
-    Evidence, Fence, FenceBasis, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Settled, Stack, Tagged,
-    Verdict, VerdictKind, WriteSafety, WriteSafetyLayer, write_safety::ledger::Ledger,
+    Evidence, Exit, Fence, FenceBasis, Outcome, ReconnectLayer, Refusal, RetryReadOnly, Settled, Stack,
+    Tagged, Verdict, VerdictKind, WriteSafety, WriteSafetyLayer, write_safety::ledger::Ledger,
 };
 use lab::*;
 use tokio::{
     sync::oneshot,
+    task::coop::consume_budget,
     time::{Instant, advance, sleep},
 };
 use tokio_test::{assert_pending, assert_ready_err, assert_ready_ok, task};
-use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
+use tower::{
+    Layer, Service, ServiceBuilder, ServiceExt, limit::GlobalConcurrencyLimitLayer, service_fn,
+    util::BoxCloneService,
+};
 
 type Safety = WriteSafetyLayer<Req, Res>;
 
@@ -2439,4 +2445,93 @@ async fn a_layer_that_is_cloned_and_changed_leaves_the_first_as_it_was() {
     let error = service(&lab, first).oneshot(write());
     let _ = second;
     assert_eq!(error.await.unwrap_err().outcome(), Outcome::Unknown);
+}
+
+// ===== Many calls in one task, of which tokio polls 128 channels a turn =====
+
+const MANY: usize = 400;
+
+/// All of them, each polled whenever one of them is woken.
+async fn in_one_task<F: Future>(calls: Vec<F>) -> Vec<F::Output> {
+    let mut calls: Vec<_> = calls.into_iter().map(|call| (Box::pin(call), None)).collect();
+    poll_fn(|cx| {
+        for (call, output) in calls.iter_mut().filter(|(_, output)| output.is_none()) {
+            if let Poll::Ready(ended) = call.as_mut().poll(cx) {
+                *output = Some(ended);
+            }
+        }
+        match calls.iter().all(|(_, output)| output.is_some()) {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        }
+    })
+    .await;
+    calls.into_iter().filter_map(|(_, output)| output).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_there_win_however_many_calls_one_task_waits_for() {
+    for request in [write, read] {
+        for has_stack in [false, true] {
+            let lab = Lab::new();
+            let (tells, answers): (Vec<_>, Vec<_>) = (0..MANY).map(|_| oneshot::channel()).unzip();
+            for answer in answers {
+                match request().effect() {
+                    Effect::ReadOnly => lab.read(on(answer)),
+                    _ => lab.write(on(answer)),
+                };
+            }
+            let layer = says(&lab, |doubt| doubt.unknown("as tested"));
+            let service = match has_stack {
+                true => BoxCloneService::new(stack(&lab, layer)),
+                false => BoxCloneService::new(service(&lab, layer)),
+            };
+            let calls = (0..MANY).map(|_| service.clone().oneshot(request())).collect();
+            let calls = tokio::spawn(in_one_task(calls));
+            sleep(ms(100)).await;
+            tells.into_iter().for_each(|tell| tell.send(Ok(1)).unwrap());
+            advance(61 * SECOND).await;
+            let ended = calls.await.unwrap();
+            let lost = ended.iter().filter(|ended| ended.is_err()).count();
+            assert_eq!((lost, lab.events.doubts()), (0, 0), "{:?}, {has_stack}", request().effect());
+        }
+    }
+}
+
+#[cfg(unix)]
+#[tokio::test(start_paused = true)]
+async fn a_process_that_is_known_to_live_is_known_however_little_is_left_of_the_tasks_turn() {
+    for left in 1..8 {
+        let lab = Lab::new();
+        let (tell, told) = oneshot::channel();
+        lab.write(fail(closed().with_exit(async move { told.await.unwrap() }))).write(answer(2));
+        let layer = says(&lab, |doubt| doubt.not_landed()).quarantine(SECOND);
+        let mut call = Box::pin(service(&lab, layer).oneshot(write()));
+        let call = tokio::spawn(poll_fn(move |cx| {
+            for _ in left..128 {
+                assert!(pin!(consume_budget()).poll(cx).is_ready());
+            }
+            call.as_mut().poll(cx)
+        }));
+        sleep(ms(100)).await;
+        tell.send(Exit::new(None, false)).unwrap();
+        assert_eq!(call.await.unwrap().unwrap_err().outcome(), Outcome::Unknown);
+        assert_eq!(lab.writes(), 1, "{left}");
+    }
+}
+
+/// What is ready and not called holds what a limit below has given it.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_is_refused_keeps_no_other_clone_from_its_turn() {
+    let lab = Lab::new();
+    lab.write(fail(ambiguous()));
+    let limited = GlobalConcurrencyLimitLayer::new(1).layer(lab.connection());
+    let mut service = Safety::refuse().conflict_key(|_: &Req| Some("k")).layer(limited);
+    let mut other = task::spawn(service.clone());
+    assert_eq!(service.ready().await.unwrap().call(write()).await.unwrap_err().outcome(), Outcome::Unknown);
+    assert!(matches!(
+        service.ready().await.unwrap().call(write()).await.unwrap_err().cause(),
+        Cause::Refused(Refusal::KeyInDoubt(_))
+    ));
+    assert_ready_ok!(other.enter(|cx, mut other| other.poll_ready(cx)));
 }

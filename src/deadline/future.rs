@@ -6,7 +6,7 @@ use std::{
 
 use pin_project::pin_project;
 
-use super::{Timer, Until};
+use super::{Timer, Until, once_more, poll_in_time};
 use crate::{Call, CallError, Cause, Delivery, Effect, call::effect_of, event::Report};
 
 /// Future of [`DeadlineService`](super::DeadlineService).
@@ -118,13 +118,13 @@ impl<F: Future> ResponseFuture<F> {
             return Poll::Pending;
         }
         let StateProj::Called(future) = this.state.project() else { return Poll::Ready(None) };
-        once_more(future, cx)
+        Poll::Ready(once_more(future, cx))
     }
 }
 
 /// Polls `future` until the deadline, and once more then: `None` if it is pending even so.
 fn poll_until<F: Future>(
-    mut future: Pin<&mut F>,
+    future: Pin<&mut F>,
     timer: Pin<&mut Timer>,
     until: &Until,
     cx: &mut Context<'_>,
@@ -135,24 +135,10 @@ fn poll_until<F: Future>(
     if fired && off!(LastPoll) {
         return Poll::Ready(None);
     }
-    if let Poll::Ready(output) = future.as_mut().poll(cx) {
-        return Poll::Ready(Some(output));
-    }
     if fired {
-        return Poll::Ready(None);
+        return Poll::Ready(once_more(future, cx));
     }
     // Of nested layers with the same instant the outer one's timer may fire first, and its one more poll
     // must find this one ready too.
-    if !until.is_over() {
-        return Poll::Pending;
-    }
-    // The time ran out while the inner future was polled.
-    once_more(future, cx)
-}
-
-fn once_more<F: Future>(future: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
-    Poll::Ready(match future.poll(cx) {
-        Poll::Ready(output) => Some(output),
-        Poll::Pending => None,
-    })
+    poll_in_time(future, || until.is_over(), cx)
 }

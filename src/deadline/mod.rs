@@ -7,7 +7,7 @@
 //!
 //! A deadline that the caller gave the call ([`Call::within`],
 //! [`Call::deadline`]) wins over the layer's default. Of the defaults of nested layers
-//! the earlier instant wins. [`Deadline::Never`] is a value like any other.
+//! the earlier instant wins, also where a call that one stack has handed back unsent goes to another one. [`Deadline::Never`] is a value like any other.
 //!
 //! # Idle limits
 //!
@@ -50,6 +50,9 @@
 //! [`NotSent`](crate::Delivery::NotSent), one that was dropped is [`Ambiguous`](crate::Delivery::Ambiguous).
 //! The timer is made when the inner future is first pending, so a call that is ready at once costs none.
 //!
+//! What is not handed over leaves the inner service ready, as tower's `Filter` does: a permit that it holds is kept
+//! until this service is called again or dropped. A [`Stack`](crate::Stack) lets go of it.
+//!
 //! # Example
 //!
 //! ```
@@ -75,11 +78,13 @@ mod progress;
 mod timer;
 
 use std::{
+    future::Future,
+    pin::{Pin, pin},
     task::{Context, Poll},
     time::Duration,
 };
 
-use tokio::time::Instant;
+use tokio::{task::unconstrained, time::Instant};
 use tower::Service;
 
 pub use self::{
@@ -257,6 +262,40 @@ impl Entered {
     #[inline(always)]
     pub(crate) fn with<F>(self, future: F) -> ResponseFuture<F> {
         ResponseFuture::new(future, self.until, self.effect, Some(self.report))
+    }
+}
+
+/// Polls a future for the last time: an answer that is there wins, also where the task's turn is used up. Tokio gives it
+/// 128 polls of its channels and timers, and lets them say after that that nothing is there.
+pub(crate) fn once_more<F: Future + ?Sized>(future: Pin<&mut F>, cx: &mut Context<'_>) -> Option<F::Output> {
+    match pin!(unconstrained(future)).poll(cx) {
+        Poll::Ready(output) => Some(output),
+        Poll::Pending => None,
+    }
+}
+
+/// Polls a future whose time may be over: `None` if it is pending even once more.
+pub(crate) fn poll_in_time<F: Future + ?Sized>(
+    mut future: Pin<&mut F>,
+    is_over: impl FnOnce() -> bool,
+    cx: &mut Context<'_>,
+) -> Poll<Option<F::Output>> {
+    match future.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending if is_over() => Poll::Ready(once_more(future, cx)),
+        Poll::Pending => Poll::Pending,
+    }
+}
+
+/// Polls a future; for the `last` time, if its time is up.
+pub(crate) fn poll_or_last<F: Future>(
+    future: Pin<&mut F>,
+    last: bool,
+    cx: &mut Context<'_>,
+) -> Poll<F::Output> {
+    match last {
+        true => once_more(future, cx).map_or(Poll::Pending, Poll::Ready),
+        false => future.poll(cx),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
     Activity, Attempt, Basis, BoxError, Call, CallError, CallId, Cause, Deadline, Delivery, Effect, Rule,
     Scope,
     call::{Giver, effect_of},
-    deadline::Until,
+    deadline::{Until, poll_in_time},
     event::{CallReport, Event, Events},
 };
 
@@ -184,8 +184,7 @@ where
             Poll::Pending if !mem::replace(&mut call.polled, true) || !call.until().is_over() => {
                 return Poll::Pending;
             }
-            // A connection of this crate would have resolved: nobody knows what became of it.
-            Poll::Pending => CallError::deadline(Delivery::Ambiguous),
+            Poll::Pending => return self.poll_rest(None, cx),
         };
         self.poll_rest(Some(error), cx)
     }
@@ -258,15 +257,14 @@ where
                 StateProj::Sent { future, local } => {
                     let error = match ended.take() {
                         Some(error) => error,
-                        None => match future.poll(cx) {
-                            Poll::Ready(Ok(response)) => {
+                        None => match poll_in_time(future, || !first && call.until().is_over(), cx) {
+                            Poll::Ready(Some(Ok(response))) => {
                                 local.generation.note_answer(call.effect, call.name());
                                 return Poll::Ready(Ok(response));
                             }
-                            Poll::Ready(Err(error)) => error,
-                            Poll::Pending if !first && call.until().is_over() => {
-                                CallError::deadline(Delivery::Ambiguous)
-                            }
+                            Poll::Ready(Some(Err(error))) => error,
+                            // A connection of this crate would have resolved: nobody knows what became of it.
+                            Poll::Ready(None) => CallError::deadline(Delivery::Ambiguous),
                             Poll::Pending => return Poll::Pending,
                         },
                     };

@@ -17,7 +17,7 @@ use super::{Handle, backoff::Waits, bound};
 use crate::{
     Attempt, Call, CallError, Delivery, Effect, Refusal, Rule, Scope,
     call::{Word, replica},
-    deadline::Timer,
+    deadline::{Timer, poll_or_last},
     event::{CallReport, Event, Report},
 };
 
@@ -227,7 +227,8 @@ where
                             false => over = Some(Over::Attempt),
                         }
                     }
-                    match (polled.take().unwrap_or_else(|| future.poll(cx)), over.take()) {
+                    let polled = polled.take().unwrap_or_else(|| poll_or_last(future, over.is_some(), cx));
+                    match (polled, over.take()) {
                         (Poll::Ready(Ok(response)), _) => {
                             read.succeeded();
                             return Poll::Ready(Ok(response));

@@ -167,6 +167,8 @@ where
         let outermost = event::enter(request.context_mut(), &mut self.ids, &self.options.events);
         let effect = effect_of(&request);
         if let Some(wrong) = self.wrong {
+            // What is ready and not called would keep others from their turn: a clone is not ready.
+            self.inner = self.inner.clone();
             let refusal = CallError::refused(Refusal::Config(wrong));
             return ResponseFuture::refused(refusal.of_request(&request, effect));
         }

@@ -13,7 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
 use pin_project::pin_project;
@@ -23,7 +23,7 @@ use super::{Layered, Shared};
 use crate::{
     BoxError, Call, CallError, Delivery, Effect, Reconnect,
     census::{AnySeat, Seat},
-    deadline::{self, Timer},
+    deadline::{self, Timer, once_more, poll_in_time},
     event::Report,
     reconnect::{self, Local},
     retry, write_safety,
@@ -144,13 +144,11 @@ where
         let this = self.project();
         let until = this.kept.as_ref().map(|kept| kept.context().until()).unwrap_or_default();
         let fired = this.timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_ready());
-        if let Poll::Ready(result) = this.attempt.poll(cx) {
-            return Poll::Ready(this.lane.ended(result));
-        }
-        match fired || until.is_over() {
-            true => Poll::Ready(Err(CallError::deadline(Delivery::Ambiguous))),
-            false => Poll::Pending,
-        }
+        let ended = match fired {
+            true => once_more(this.attempt, cx),
+            false => ready!(poll_in_time(this.attempt, || until.is_over(), cx)),
+        };
+        Poll::Ready(this.lane.ended_in_time(ended))
     }
 
     /// The attempt is pending for the first time.
@@ -163,11 +161,8 @@ where
         if this.timer.as_pin_mut().is_some_and(|timer| until.poll_timer(timer, cx).is_pending()) {
             return Poll::Pending;
         }
-        // The time ran out while the attempt was polled: once more.
-        Poll::Ready(match this.attempt.poll(cx) {
-            Poll::Ready(result) => this.lane.ended(result),
-            Poll::Pending => Err(CallError::deadline(Delivery::Ambiguous)),
-        })
+        // The time ran out while the attempt was polled.
+        Poll::Ready(this.lane.ended_in_time(once_more(this.attempt, cx)))
     }
 }
 
@@ -178,6 +173,14 @@ impl<M: Service<()>> Lane<M> {
             self.retries.deposit();
         }
         result
+    }
+
+    /// By `None` its time is up.
+    fn ended_in_time<Res>(&self, ended: Option<Result<Res, CallError>>) -> Result<Res, CallError> {
+        match ended {
+            Some(result) => self.ended(result),
+            None => Err(CallError::deadline(Delivery::Ambiguous)),
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     Activity, Basis, CallError, Effect, Outcome,
     connection::BoxFuture,
-    deadline::Until,
+    deadline::{Until, poll_in_time},
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -300,10 +300,9 @@ pub(super) struct Closing<Res> {
 
 impl<Res> Closing<Res> {
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Res, CallError>> {
-        match self.step.as_mut().poll(cx) {
-            Poll::Ready(End::Recorded) => self.state = None,
-            Poll::Ready(End::Lost) => self.lose(),
-            Poll::Pending if !self.until.is_over() => return Poll::Pending,
+        match ready!(poll_in_time(self.step.as_mut(), || self.until.is_over(), cx)) {
+            Some(End::Recorded) => self.state = None,
+            Some(End::Lost) => self.lose(),
             _ => self.leave(),
         }
         self.tell();

@@ -36,7 +36,7 @@ use crate::{
     Scope, Settled,
     call::{Guard, Trail, replica},
     connection::BoxFuture,
-    deadline::{Timer, Until, later},
+    deadline::{Timer, Until, later, poll_or_last},
     event::{CallReport, DoubtReport, Event, Events},
 };
 
@@ -394,6 +394,8 @@ where
     ) -> Poll<Result<S::Response, CallError>> {
         // With a ledger it has been read by then.
         let mut first = !mem::replace(&mut self.polled, true) && self.way.is_none();
+        // What is there wins over what has just run out.
+        let mut last = false;
         loop {
             // As long as nothing has happened the first poll reads no clock.
             let first = mem::replace(&mut first, false);
@@ -405,7 +407,7 @@ where
                 self.stand_in_line();
             }
             // The attempt itself first: what it says is better evidence than any check's.
-            let polled = attempt.as_mut().as_pin_mut().map(|future| future.poll(cx));
+            let polled = attempt.as_mut().as_pin_mut().map(|future| poll_or_last(future, last, cx));
             if self.line.is_some() {
                 self.take_place();
             }
@@ -437,6 +439,7 @@ where
                         // below holds up must not be sent later, when the fence has been found to hold.
                         self.timed_out = true;
                         self.parts.current.activity.close();
+                        last = true;
                         continue;
                     }
                 }
@@ -450,7 +453,7 @@ where
 
             if let Some(doubt) = &mut self.doubt
                 && let Some(settling) = &mut doubt.settling
-                && let Poll::Ready(verdict) = Pin::new(settling).poll(cx)
+                && let Poll::Ready(verdict) = poll_or_last(Pin::new(settling), last, cx)
             {
                 doubt.settling = None;
                 let verdict = verdict.unwrap_or_else(|| Verdict::Unknown("settling it panicked".into()));
@@ -472,6 +475,9 @@ where
             }
 
             if !first && self.is_over() {
+                if !mem::replace(&mut last, true) {
+                    continue;
+                }
                 let pending = attempt.is_some();
                 return Poll::Ready(Err(self.out_of_time(pending)));
             }

@@ -293,7 +293,8 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     }
 
     /// Says what effect a request has; `None` keeps the request's own. What it says is stamped on the call,
-    /// so that the layers below go by it, and so do probes.
+    /// so that the layers below go by it, and so do probes. It stays on the call: another stack that a gateway gives it to,
+    /// once this one has handed it back unsent, takes it for the same, unless its own rules say otherwise.
     #[must_use]
     pub fn classify(self, classify: impl Fn(&Req) -> Option<Effect> + Send + Sync + 'static) -> Self {
         self.classify_by(Arc::new(move |request| classify(request).map(|effect| (effect, Basis::Caller))))

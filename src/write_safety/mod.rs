@@ -345,7 +345,7 @@ where
         let basis = context.basis();
         if let Some(what) = self.config.wrong {
             let error = CallError::refused(Refusal::Config(what)).of_request(&request, effect);
-            return ResponseFuture::refused(error);
+            return self.refuse(error);
         }
         if !effect.is_write() {
             let reporter = outermost.then(|| self.events.share());
@@ -369,7 +369,7 @@ where
                     if let Some(above) = above {
                         above.activity.withdrawn();
                     }
-                    return ResponseFuture::refused(error);
+                    return self.refuse(error);
                 }
             },
             None => None,
@@ -392,7 +392,7 @@ where
         if let Some(Above { activity, .. }) = above.as_deref()
             && !activity.take_over()
         {
-            return Self::too_late(request, Arc::clone(activity), effect);
+            return self.too_late(request, Arc::clone(activity), effect);
         }
         // A check may say how long the server keeps a key of the caller's own.
         let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
@@ -438,10 +438,22 @@ where
 
     /// It was held up on its way here, and a layer further out no longer counts on it.
     #[cold]
-    fn too_late(mut request: Req, activity: Arc<Activity>, effect: Effect) -> ResponseFuture<S, Req> {
+    fn too_late(
+        &mut self,
+        mut request: Req,
+        activity: Arc<Activity>,
+        effect: Effect,
+    ) -> ResponseFuture<S, Req> {
         request.context_mut().set_activity(Some(activity));
         let error = CallError::attempt_timeout(Delivery::NotSent).of_request(&request, effect);
-        ResponseFuture::refused(error.with_attempt(None).with_request(request))
+        self.refuse(error.with_attempt(None).with_request(request))
+    }
+
+    /// The service that is ready is not called, and would keep others from their turn until it is: a clone is not ready.
+    #[cold]
+    fn refuse(&mut self, error: CallError) -> ResponseFuture<S, Req> {
+        self.inner = self.inner.clone();
+        ResponseFuture::refused(error)
     }
 
     /// Hands a write over for which a layer further out answers.
@@ -458,7 +470,7 @@ where
             if let Some(outer) = request.context().activity() {
                 outer.withdrawn();
             }
-            return ResponseFuture::refused(refused.of_request(&request, effect).with_attempt(None));
+            return self.refuse(refused.of_request(&request, effect).with_attempt(None));
         }
         let reporter = outermost.then(|| self.events.share());
         ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect)
