@@ -172,7 +172,7 @@ struct State {
     /// Replayed by another process.
     by_hand: HashSet<u32>,
     /// The ledger has told its owner that somebody else has it.
-    said: HashSet<u32>,
+    said: HashMap<u32, Instant>,
     wrong: Vec<String>,
     doubts: HashMap<u32, u32>,
     abandoned: HashMap<u32, u32>,
@@ -647,7 +647,8 @@ impl Handle {
                 if id.owner() == process.owner
                     && let Some(token) = token
                 {
-                    process.world.state.lock().unwrap().said.insert(token);
+                    let mut state = process.world.state.lock().unwrap();
+                    state.said.entry(token).or_insert_with(Instant::now);
                 }
                 LedgerError::Conflict(self.inside(id))
             }
@@ -1267,7 +1268,7 @@ async fn recovers(process: Arc<Process>) {
             match world.pick(12) {
                 0 => drop(soon(process.handle().forget(entry.id, "anna")).await),
                 1 | 2 => settle_by_hand(&process, &entry).await,
-                3..6 => replay_by_hand(&process, &entry).await,
+                3..8 => replay_by_hand(&process, &entry).await,
                 _ => drop(resolve(&process, &entry, world.wait(40_000) + ms(500)).await),
             }
         }
@@ -1594,7 +1595,10 @@ fn judge(world: &World, told: &[Told], before: &[Entry]) -> Vec<String> {
                 let unknown =
                     outcome == Outcome::Unknown || (outcome == Outcome::Answered && error.may_have_landed());
                 match outcome {
-                    Outcome::NotDone if begun > 0 && (!by_hand || state.said.contains(&token)) => {
+                    Outcome::NotDone
+                        if begun > 0
+                            && (!by_hand || state.said.get(&token).is_some_and(|said| said <= at)) =>
+                    {
                         say(format!("{error}: not so"));
                     }
                     Outcome::DoneResultLost if *then == 0 => say(format!("{error}: not so")),
