@@ -1471,8 +1471,9 @@ async fn what_a_dead_process_left_is_settled_by_fence_and_check() {
     let stale = resolve().run_over(says(|doubt| doubt.not_landed()), lab.connection()).await;
     assert!(matches!(stale, Err(LedgerError::Conflict(_))));
 
-    let entry = store.in_doubt().await.unwrap().remove(0);
+    let mut entry = store.in_doubt().await.unwrap().remove(0);
     let start = tokio::time::Instant::now();
+    entry.orphaned = Some(start);
     let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND).on_event(lab.events.sink());
     let resolved = resolve.run_over(says(|doubt| doubt.not_landed()), lab.connection()).await.unwrap();
     assert_eq!((resolved.verdict, start.elapsed()), (VerdictKind::NotLanded, 20 * SECOND));
@@ -1495,6 +1496,13 @@ async fn a_quarantine_counts_from_when_the_owner_was_known_to_be_gone() {
     let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND);
     let resolved = resolve.run_over(check, lab.connection()).await.unwrap();
     assert_eq!((resolved.verdict, start.elapsed()), (VerdictKind::NotLanded, 5 * SECOND));
+
+    // Of this one it is not known, as where the owner itself has said that it is in doubt.
+    let store = Store::new(&lab.log);
+    let entry = lost(&store, SystemTime::now());
+    let resolve = Resolve::new(&store, &entry, write()).quarantine(20 * SECOND);
+    let resolved = resolve.run_over(check, lab.connection()).await.unwrap();
+    assert_eq!(resolved.verdict, VerdictKind::Unknown);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1288,8 +1288,7 @@ async fn resolve(
         Resolve::new(&handle, entry, request(token, Effect::Write)).within(within).on_event(move |event| {
             _ = matches!(event, Event::InDoubt(_)).then(|| seen.fetch_add(1, Ordering::Relaxed))
         });
-    // It is declared of what is gone. A living owner may have bytes of a write left to send when its call is over.
-    if let Some(quarantine) = world.plan.quarantine.filter(|_| entry.orphaned.is_some()) {
+    if let Some(quarantine) = world.plan.quarantine {
         resolve = resolve.quarantine(ms(quarantine));
     }
     let begun = Instant::now();
@@ -1609,7 +1608,7 @@ fn judge(world: &World, told: &[Told], before: &[Entry]) -> Vec<String> {
                     _ => {}
                 }
                 // What is there when the call has its turn wins over any deadline; but that many of one task's see it.
-                if !plan.one_task && state.answered.get(&token).is_some_and(|answered| answered < at) {
+                if state.answered.get(&token).is_some_and(|answered| answered < at) {
                     say(format!("{error}: and its answer had come"));
                 }
                 if unknown && doubts != 1 {

@@ -104,8 +104,8 @@ where
 
     /// Declares that nothing of a dead owner lands later than this after its end: see
     /// [`WriteSafetyLayer::quarantine`](super::WriteSafetyLayer::quarantine). None by default. It says nothing of an
-    /// entry of [this very run](super::ledger::EntryId::is_own), whose connection may live on with bytes of the write
-    /// still to be sent.
+    /// entry of [this very run](super::ledger::EntryId::is_own), nor of one whose owner the ledger does not know to be
+    /// [gone](super::ledger::Entry::orphaned): its connection may live on with bytes of the write still to be sent.
     pub fn quarantine(mut self, quarantine: Duration) -> Self {
         self.quarantine = Some(quarantine);
         self
@@ -267,9 +267,8 @@ async fn find_fence(entry: &Entry, quarantine: Option<Duration>, start: Instant,
     let declared_end = entry.servers.iter().all(|server| server.exit_ends_effects);
     let in_sight = entry.servers.iter().all(ServerProcess::can_be_seen) && !entry.servers.is_empty();
     let observable = declared_end && in_sight;
-    // Of this very run a connection may live on, and hold bytes that are not written yet.
-    let orphaned = entry.orphaned.or_else(|| (!entry.id.is_own()).then_some(start));
-    let holds = orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
+    // As long as its owner may live, a connection of it may, and hold bytes that are not written yet.
+    let holds = entry.orphaned.and_then(|orphaned| orphaned.checked_add(quarantine?));
     let patience = start.checked_add(within / 3 * 2);
     // It must leave a tenth of the time for the check.
     let latest = start.checked_add(within / 10 * 9);
@@ -308,6 +307,9 @@ fn without_fence(
         (Some(_), ..) if entry.id.is_own() => {
             "this process made the call itself, and bytes of it may still be to be sent"
         }
+        (Some(_), ..) if entry.orphaned.is_none() => {
+            "the ledger does not know its owner to be gone (`Entry::orphaned`), and bytes of it may still be to be sent"
+        }
         (Some(_), ..) => "the quarantine does not fit in the time given",
         (None, true, true) => "the old server process is not known to be gone",
         (None, ..) if entry.servers.is_empty() => "the ledger knows no server process of it",
@@ -321,7 +323,9 @@ fn without_fence(
     };
     let what = match quarantine {
         // It is given already, or says nothing of a connection that may live on.
-        _ if entry.id.is_own() => "not_landed_because(..)",
+        _ if entry.id.is_own() || (quarantine.is_some() && entry.orphaned.is_none()) => {
+            "not_landed_because(..)"
+        }
         Some(_) => "more time (`Resolve::within`) or not_landed_because(..)",
         None => "`Resolve::quarantine(..)` or not_landed_because(..)",
     };
@@ -397,11 +401,15 @@ mod tests {
             ),
         ] {
             let declared_end = servers.iter().all(|ends| *ends);
-            let text = without_fence(&entry(servers), quarantine, declared_end, in_sight);
+            let entry = Entry { orphaned: Some(Instant::now()), ..entry(servers) };
+            let text = without_fence(&entry, quarantine, declared_end, in_sight);
             assert!(text.starts_with("absent, but no fence holds: ") && text.contains(why), "{text}");
             assert!(text.contains(what) && !text.contains("exit_ends_effects() on"), "{text}");
         }
-        // A quarantine says nothing of a call of this very run.
+        // A quarantine says nothing as long as the owner may live, and of a call of this very run.
+        let text = without_fence(&entry(&[]), QUARANTINE, true, false);
+        assert!(text.contains("does not know its owner to be gone"), "{text}");
+        assert!(text.ends_with("; not_landed_because(..) would give one"), "{text}");
         let id =
             super::super::ledger::EntryId::of(crate::CallContext::new().identify(&mut Default::default()));
         let own = Entry { id, ..entry(&[]) };

@@ -174,7 +174,10 @@ use crate::{BoxError, CallId, Effect, connection::BoxFuture};
 ///   entries are calls under way, and never in doubt). That its lease has run out does not say so by itself: an
 ///   owner that was granted an entry or a claim, and was stopped right then, sends when it wakes. Its process must be
 ///   known to have ended, or its machine to be fenced off, or a bound must have passed after the lease for which a
-///   process is stopped at most between a grant and its bytes, which the caller declares;
+///   process is stopped at most between a grant and its bytes, which the caller declares. Of an entry that another
+///   process has [claimed](Entry::attempts) it is that one that must be gone: its replay may be on its way;
+/// - says of each entry that it lists since when that owner is gone ([`orphaned`](Entry::orphaned)), if it is: one that was
+///   said to be in doubt may be listed while its owner lives, and bytes of it may still be sent;
 /// - refuses [`claim`](Ledger::claim), [`enter`](Ledger::enter) and [`started`](Ledger::started) to an owner
 ///   whose own lease has run out by the database's clock, in the transaction that would grant them. A process
 ///   that was stopped for longer than its lease then finds, when it wakes, that it may no longer replay;
@@ -439,7 +442,8 @@ pub struct Entry {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub servers_entered: bool,
     /// Since when its owner is known to be gone, by this process's own clock. A declared bound counts from
-    /// here: until then bytes of it may have been sent.
+    /// here: until then bytes of it may have been sent. `None` where that is not known: then none counts. Of an entry that
+    /// another process has claimed, that one is its owner here.
     #[serde(skip)]
     pub orphaned: Option<Instant>,
 }
