@@ -6,6 +6,7 @@ use std::{
     cell::Cell,
     fmt,
     num::{NonZeroU64, NonZeroUsize},
+    ptr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -688,11 +689,14 @@ struct ActivityState {
     above: Option<Arc<Activity>>,
     /// The write's conflict key where it is entered.
     key: Option<Arc<str>>,
+    /// Whether others may claim it there.
+    claims: bool,
     sent_at: Option<Instant>,
     generation: Option<(u64, Instant)>,
     replaced: Option<Box<Fence>>,
     waker: Option<Waker>,
-    gate: Option<Arc<dyn Gate>>,
+    /// Of each layer that keeps an order of writes in which it has a place.
+    gates: Vec<Arc<dyn Gate>>,
     word: Option<Arc<dyn Word>>,
 }
 
@@ -718,8 +722,10 @@ pub(crate) trait Gate: fmt::Debug + Send + Sync {
 pub(crate) struct Guard {
     /// Which ledger it has.
     pub(crate) ledger: NonZeroUsize,
-    /// The write's conflict key there, if the layer may replay it.
+    /// The write's conflict key there.
     pub(crate) key: Option<Arc<str>>,
+    /// Whether others may claim the write there.
+    pub(crate) claims: bool,
 }
 
 impl Activity {
@@ -729,8 +735,9 @@ impl Activity {
         // Made in its place; what is not zero is told it there.
         let activity = Arc::<Self>::default();
         activity.ledger.store(guard.ledger.get(), Ordering::Relaxed);
-        if guard.key.is_some() {
-            activity.lock().key = guard.key;
+        if guard.key.is_some() || guard.claims {
+            let mut state = activity.lock();
+            (state.key, state.claims) = (guard.key, guard.claims);
         }
         activity
     }
@@ -739,6 +746,18 @@ impl Activity {
     pub(crate) fn entered_in(&self, ledger: NonZeroUsize) -> Option<Option<Arc<str>>> {
         let entered = self.ledger.load(Ordering::Relaxed) == ledger.get();
         entered.then(|| self.lock().key.clone())
+    }
+
+    /// Whether the layer whose attempt it is, or one further out, has a conflict key for the write that is not this one in
+    /// that ledger, or enters it in another where it may be claimed.
+    pub(crate) fn is_kept_apart_from(&self, ledger: NonZeroUsize, key: Option<&str>) -> bool {
+        let same = self.ledger.load(Ordering::Relaxed) == ledger.get();
+        let state = self.lock();
+        let apart = match &state.key {
+            Some(own) => !same || key != Some(own),
+            None => state.claims && !same,
+        };
+        apart || state.above.as_deref().is_some_and(|above| above.is_kept_apart_from(ledger, key))
     }
 
     /// Says that the connection marks this attempt. What another connection withdrew before, and handed
@@ -793,18 +812,32 @@ impl Activity {
     }
 
     /// Marks that it waits for a connection, and is handed over only when there is one; or that its connection holds it
-    /// back.
+    /// back. So does what it is a part of.
     pub(crate) fn waits(&self) {
         self.waiting.store(true, Ordering::Relaxed);
+        let above = self.lock().above.clone();
+        if let Some(above) = above {
+            above.waits();
+        }
     }
 
     pub(crate) fn is_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Has that asked when it goes after it has waited.
+    /// Has that asked, too, when it goes after it has waited.
     pub(crate) fn set_gate(&self, gate: Arc<dyn Gate>) {
-        self.lock().gate = Some(gate);
+        self.lock().gates.push(gate);
+    }
+
+    /// Has that asked no more.
+    pub(crate) fn remove_gate<G: Gate>(&self, gate: &Arc<G>) {
+        let own = Arc::as_ptr(gate);
+        let mut state = self.lock();
+        let at = state.gates.iter().position(|gate| ptr::addr_eq(Arc::as_ptr(gate), own));
+        let removed = at.map(|at| state.gates.swap_remove(at));
+        drop(state);
+        drop(removed);
     }
 
     /// Notes by what word the connection takes the attempt for what it is.
@@ -819,21 +852,27 @@ impl Activity {
 
     /// Whether it was to be asked: each replay is, and what has waited for a connection.
     pub(crate) fn has_gate(&self) -> bool {
-        self.lock().gate.is_some()
+        !self.lock().gates.is_empty()
     }
 
-    /// What has waited goes now, if it may; else it is over.
+    /// What has waited goes now, if it may; else it is over. What it is a part of goes with it, and if that may not, no part
+    /// of it begins.
     #[cold]
-    fn ask_the_gate(&self, opens: impl FnOnce(&dyn Gate) -> bool) {
-        let gate = self.lock().gate.clone();
-        if gate.is_some_and(|gate| !opens(&*gate)) {
-            self.close();
+    pub(crate) fn ask_the_gates(&self, opens: fn(&dyn Gate) -> bool) {
+        let (gates, above) = {
+            let state = self.lock();
+            (state.gates.clone(), state.above.clone())
+        };
+        if !gates.iter().all(|gate| opens(&**gate)) {
+            self.end();
+        } else if let Some(above) = above {
+            above.ask_the_gates(opens);
         }
     }
 
     /// Whether one with a gate may still go, now that its connection's turn has come to begin with it.
     fn still_goes(&self) -> bool {
-        self.ask_the_gate(|gate| gate.stays_open());
+        self.ask_the_gates(|gate| gate.stays_open());
         let state = self.lock();
         !state.over && !state.is_within_what_ended()
     }
@@ -951,7 +990,7 @@ impl Activity {
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant, by: Giver) -> bool {
         if self.is_waiting() {
-            self.ask_the_gate(|gate| gate.opens());
+            self.ask_the_gates(|gate| gate.opens());
         }
         let mut state = self.lock();
         // Another one, which has not come back.
@@ -976,7 +1015,7 @@ impl Activity {
         if !self.is_waiting() {
             return true;
         }
-        self.ask_the_gate(|gate| gate.opens());
+        self.ask_the_gates(|gate| gate.opens());
         let goes_on = self.lock().may_begin();
         self.waiting.store(!goes_on, Ordering::Relaxed);
         goes_on

@@ -21,7 +21,7 @@ use super::{
     unrecorded::{Backlog, Unrecorded},
 };
 use crate::{
-    Closure,
+    Activity, Closure,
     call::{Gate, address},
     wakers::wake_all,
 };
@@ -135,29 +135,31 @@ impl Conflicts {
 
     /// A write with that key begins; an error names the one in doubt that stands in its way.
     pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
+        self.hold(key, id, false, |state| state.doubts.first())
+    }
+
+    /// An attempt of a write with that key passes that another layer, further out, answers for, perhaps by the same key. It
+    /// is turned away as any other would be.
+    pub(super) fn pass(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
+        self.hold(key, id, true, |state| state.other_doubt(id))
+    }
+
+    fn hold(
+        self: &Arc<Self>,
+        key: Arc<str>,
+        id: EntryId,
+        passes: bool,
+        in_its_way: impl FnOnce(&Key) -> Option<&(EntryId, String)>,
+    ) -> Result<Hold, (EntryId, String)> {
         let mut keys = self.lock();
         let state = keys.entry(Arc::clone(&key)).or_default();
-        if let Some(doubt) = state.doubts.first() {
+        if let Some(doubt) = in_its_way(state) {
             return Err(doubt.clone());
         }
         state.calls += 1;
         let left = state.left;
         drop(keys);
-        Ok(Hold { of: Arc::clone(self), id, key, left, place: Place::default() })
-    }
-
-    /// An attempt of a write passes that another layer, further out, answers for. It is turned away as any other
-    /// would be, and counts as handed over.
-    pub(super) fn pass(&self, key: &str, id: EntryId) -> Result<(), (EntryId, String)> {
-        // Of a key that no call has there is nobody to ask, and nobody who asks.
-        if let Some(state) = self.lock().get_mut(key) {
-            if let Some(doubt) = state.other_doubt(id) {
-                return Err(doubt.clone());
-            }
-            state.hand_over(id);
-        }
-        self.all.fetch_add(1, Ordering::AcqRel);
-        Ok(())
+        Ok(Hold { of: Arc::clone(self), id, key, left, place: Place::default(), passes })
     }
 
     /// Counts a write without a key that is handed over; its number among all.
@@ -239,6 +241,8 @@ pub(super) struct Hold {
     /// How many calls had ended in doubt when it began.
     left: u64,
     place: Place,
+    /// Whether it is one layer's on a write that another one answers for, whose doubt it is.
+    passes: bool,
 }
 
 /// A write's place in the order, as of its last hand-over.
@@ -489,13 +493,69 @@ impl Gate for InLine {
     }
 }
 
+/// The place among a layer's writes of one that passes it, as long as its attempt is under way.
+#[derive(Debug)]
+pub(super) struct Passage {
+    order: Order,
+    /// The attempt's, of the layer that answers for it.
+    activity: Option<Arc<Activity>>,
+    line: Option<Arc<InLine>>,
+    polled: bool,
+}
+
+#[derive(Debug)]
+pub(super) enum Order {
+    Keyed(Hold),
+    /// With its number among all.
+    Keyless(Arc<Conflicts>, u64),
+}
+
+impl Passage {
+    pub(super) fn new(order: Order, activity: Option<Arc<Activity>>) -> Self {
+        Self { order, activity, line: None, polled: false }
+    }
+
+    /// Before its attempt is polled: as any other write it counts anew where it may go only now, and stands in line once it
+    /// waits.
+    pub(super) fn look(&mut self) {
+        if !mem::replace(&mut self.polled, true) && !off!(FirstPoll) {
+            match &mut self.order {
+                Order::Keyed(hold) if !hold.is_last() => hold.goes_later(),
+                Order::Keyless(of, number) if !of.is_last(*number) => *number = of.hand_over(),
+                _ => {}
+            }
+        }
+        let Some(activity) = self.activity.as_ref().filter(|it| self.line.is_none() && it.is_waiting())
+        else {
+            return;
+        };
+        let line = Arc::new(match &self.order {
+            Order::Keyed(hold) => hold.in_line(false, false),
+            Order::Keyless(of, number) => of.in_line(*number, false, false),
+        });
+        activity.set_gate(Arc::<InLine>::clone(&line));
+        self.line = Some(line);
+    }
+}
+
+/// Another connection, to which it may be handed over, need not be this layer's.
+impl Drop for Passage {
+    fn drop(&mut self) {
+        if let (Some(activity), Some(line)) = (&self.activity, &self.line) {
+            activity.remove_gate(line);
+        }
+    }
+}
+
 /// What is left of a doubt is in the ledger by then, or in the backlog.
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.no_doubt();
+        if !self.passes {
+            self.no_doubt();
+        }
         let mut keys = self.of.lock();
         let Some(state) = keys.get_mut(&self.key) else { return };
-        let own = state.waiting.iter().position(|(id, _)| *id == self.id);
+        let own = state.waiting.iter().position(|(id, _)| *id == self.id && !self.passes);
         let own = own.map(|at| state.waiting.swap_remove(at));
         state.calls -= 1;
         if state.calls == 0 {

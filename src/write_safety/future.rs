@@ -23,7 +23,7 @@ use tower::Service;
 use super::{
     Account, Attempted, Hold, KeyedAnswer, Lane,
     account::{Closing, GivenBack, News},
-    conflicts::{InLine, ShutOut},
+    conflicts::{InLine, Passage, ShutOut},
     fence::{Fence, FenceBasis},
     guard,
     ledger::{LedgerError, State},
@@ -52,6 +52,10 @@ const KEY_IN_DOUBT: &str = "not replayed: another write with its conflict key ha
 /// Nor this one, which may have been any write.
 const TAKEN_BACK: &str = "not replayed: the server no longer says that it is idempotent";
 
+/// Nor this one, which would go past what that layer knows of other writes and of those who claim this one.
+const KEPT_APART: &str = "not replayed: a layer further out has another conflict_key or ledger for it; give both the same, \
+                          or that one the check";
+
 /// What is said of a call of which nothing was done, as far as is known here.
 pub(super) const TAKEN_OVER: &str = "somebody else has settled or claimed it in the ledger";
 
@@ -68,18 +72,23 @@ where
 }
 
 enum Kind<S, Req, Res> {
-    /// A read, on its way through; with what reports it, if this layer is the outermost.
-    Passing {
-        reporter: Option<Events>,
-        call: CallId,
-        basis: Basis,
-        effect: Effect,
-    },
+    /// A read, or what another layer answers for.
+    Passing(Passing),
+    /// A write that another one answers for, and that has a place among those of this one.
+    Counted(Box<(Passage, Passing)>),
     Refused(Option<CallError>),
     /// Behind a box, so that reads do not carry a write's state about.
     Write(BoxedWrite<S, Req, Res>),
     Closing(Box<Closing<Res>>),
     Done,
+}
+
+/// A call on its way through; with what reports it, if this layer is the outermost.
+struct Passing {
+    reporter: Option<Events>,
+    call: CallId,
+    basis: Basis,
+    effect: Effect,
 }
 
 type BoxedWrite<S, Req, Res> = Pin<Box<Write<S, Req, Res>>>;
@@ -118,6 +127,8 @@ pub(super) struct Parts<S, Req, Res> {
     pub(super) outermost: bool,
     /// Of a layer further out that leaves the report to this one.
     pub(super) above: Option<Box<Above>>,
+    /// Whether one keeps the write by a conflict key, or where it may be claimed, that are not this layer's.
+    pub(super) apart: bool,
 }
 
 /// What a layer further out gave the request.
@@ -242,7 +253,15 @@ where
         basis: Basis,
         effect: Effect,
     ) -> Self {
-        Self { attempt: Some(attempt), kind: Kind::Passing { reporter, call, basis, effect } }
+        Self { attempt: Some(attempt), kind: Kind::Passing(Passing { reporter, call, basis, effect }) }
+    }
+
+    /// The same, with its place.
+    pub(super) fn counted(mut self, passage: Passage) -> Self {
+        if let Kind::Passing(passing) = mem::replace(&mut self.kind, Kind::Done) {
+            self.kind = Kind::Counted(Box::new((passage, passing)));
+        }
+        self
     }
 
     pub(super) fn refused(error: CallError) -> Self {
@@ -324,6 +343,16 @@ where
     }
 }
 
+impl Passing {
+    fn failed(&self, error: CallError) -> CallError {
+        let error = error.of_attempt(Some(self.call), "", self.effect).judged_by(self.basis);
+        let Some(events) = &self.reporter else { return error };
+        let error = error.with_attempt(None);
+        events.failed(self.basis, &error);
+        error
+    }
+}
+
 impl<S, Req> Future for ResponseFuture<S, Req>
 where
     Req: Call + Send + 'static,
@@ -336,19 +365,18 @@ where
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.as_mut().project();
         match this.kind {
-            Kind::Passing { reporter, call, basis, effect } => {
+            Kind::Passing(passing) => {
                 let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
-                let result = ready!(attempt.poll(cx));
-                let result = match (result, reporter) {
-                    (Ok(response), _) => Ok(response),
-                    (Err(error), None) => Err(error.of_attempt(Some(*call), "", *effect).judged_by(*basis)),
-                    (Err(error), Some(events)) => {
-                        let error = error.of_attempt(Some(*call), "", *effect).judged_by(*basis);
-                        let error = error.with_attempt(None);
-                        events.failed(*basis, &error);
-                        Err(error)
-                    }
-                };
+                let result = ready!(attempt.poll(cx)).map_err(|error| passing.failed(error));
+                this.attempt.set(None);
+                *this.kind = Kind::Done;
+                Poll::Ready(result)
+            }
+            Kind::Counted(counted) => {
+                let (passage, passing) = &mut **counted;
+                let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
+                passage.look();
+                let result = ready!(attempt.poll(cx)).map_err(|error| passing.failed(error));
                 this.attempt.set(None);
                 *this.kind = Kind::Done;
                 Poll::Ready(result)
@@ -488,6 +516,7 @@ where
     /// Why no check can be made, if none can.
     fn no_check(&self) -> Option<&'static str> {
         match (&self.parts.lane.config.check, &self.parts.kept) {
+            (None, _) if self.parts.apart && self.parts.lane.config.may_settle() => Some(KEPT_APART),
             (None, _) => Some("no effect check"),
             (Some(_), None) => Some("the request cannot be cloned, so that no check could ask for it"),
             (Some(_), Some(_)) => None,
@@ -512,7 +541,7 @@ where
 
     /// Why the write may be replayed without a check, if it may; with the request.
     fn unchecked_replay(&self) -> Option<(Replay, Req)> {
-        if (self.replay.is_some() && !off!(Once)) || self.was_found_in_part() {
+        if (self.replay.is_some() && !off!(Once)) || self.was_found_in_part() || self.parts.apart {
             return None;
         }
         let config = &self.parts.lane.config;
@@ -812,6 +841,9 @@ where
 
     /// The peer refused the write before processing it, and the caller trusts that this is so.
     fn replay_trusted(&mut self, mut error: CallError) -> Next<S::Response> {
+        if self.parts.apart {
+            return Next::Resolve(Err(error.note(KEPT_APART)));
+        }
         let wait = error.retry_after().unwrap_or_default();
         if !self.parts.until.allows(Instant::now(), wait) {
             return Next::Resolve(Err(error.note("no time for another attempt before the deadline")));
@@ -1262,6 +1294,7 @@ where
         }
         let request = self.parts.kept.as_ref().and_then(replica);
         let why = match &request {
+            _ if self.parts.apart => Some(KEPT_APART),
             Some(_) if self.parts.until.allows(Instant::now(), wait) => None,
             Some(_) => Some("no time for another attempt before the deadline"),
             None => Some("the request cannot be cloned again"),
@@ -1534,8 +1567,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     }
 
     fn guard(&self) -> Guard {
-        let Lane { config, shared, .. } = &*self.parts.lane;
-        guard(config, shared, self.parts.hold.as_deref())
+        guard(&self.parts.lane.shared, self.parts.hold.as_deref())
     }
 
     /// Whether a check has found that the server had begun with the attempt under way, or with one before it: then no

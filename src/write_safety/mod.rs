@@ -68,7 +68,7 @@ use tower::Service;
 
 use self::{
     account::Account,
-    conflicts::{Conflicts, Hold},
+    conflicts::{Conflicts, Hold, Order, Passage},
     future::{Above, Begun, Parts},
     ledger::{AnyLedger, EntryId, LedgerError},
     verdict::DynCheck,
@@ -397,12 +397,16 @@ where
         // A check may say how long the server keeps a key of the caller's own.
         let by_both = keyed || self.config.check.is_some() || self.shared.ledger.memory().is_none();
         let first_sent = FirstSent::at(now.unwrap_or_else(Instant::now), &self.config.clock, by_both);
-        let guard = guard(&self.config, &self.shared, hold.as_deref());
+        let guard = guard(&self.shared, hold.as_deref());
         let current =
             Attempted::prepare(&self.config, &mut request, until.most(first_sent.at), first_sent.at, guard);
         if let Some(above) = &above {
             current.activity.is_within(&above.activity);
         }
+        let apart = above.as_deref().is_some_and(|above| {
+            let key = hold.as_deref().map(|hold| &**hold.key());
+            above.activity.is_kept_apart_from(self.shared.ledger.keys().number(), key)
+        });
         let name = request.name();
         let mut begun = Begun::new(|| Parts {
             lane,
@@ -425,6 +429,7 @@ where
             events,
             outermost,
             above,
+            apart,
         });
         if self.shared.ledger.memory().is_some() && begun.hand_over() {
             return begun.handed_over(self.inner.call(request));
@@ -466,19 +471,27 @@ where
         basis: Basis,
         outermost: bool,
     ) -> ResponseFuture<S, Req> {
-        if let Err(refused) = self.let_pass(&mut request, EntryId::of(call)) {
-            if let Some(outer) = request.context().activity() {
-                outer.withdrawn();
+        let order = match self.let_pass(&mut request, EntryId::of(call)) {
+            Ok(order) => order,
+            Err(refused) => {
+                if let Some(outer) = request.context().activity() {
+                    outer.withdrawn();
+                }
+                return self.refuse(refused.of_request(&request, effect).with_attempt(None));
             }
-            return self.refuse(refused.of_request(&request, effect).with_attempt(None));
-        }
+        };
         let reporter = outermost.then(|| self.events.share());
-        ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect)
+        let passage = order.map(|order| Passage::new(order, request.context().activity().cloned()));
+        let passing = ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
+        match passage {
+            Some(passage) => passing.counted(passage),
+            None => passing,
+        }
     }
 
-    /// What this layer does with each attempt of a write that another one may replay. It keeps no entry of it: of its
-    /// end nobody would tell.
-    fn let_pass(&self, request: &mut Req, id: EntryId) -> Result<(), CallError> {
+    /// What this layer does with each attempt of a write that another one may replay; with its place among those of this
+    /// one, if it has any. It keeps no entry of it: of its end nobody would tell.
+    fn let_pass(&self, request: &mut Req, id: EntryId) -> Result<Option<Order>, CallError> {
         let wrong = |what| CallError::refused(Refusal::Config(what));
         let (config, ledger) = (&self.config, &self.shared.ledger);
         let entered = request.context().activity().and_then(|outer| outer.entered_in(ledger.keys().number()));
@@ -490,10 +503,9 @@ where
         }
         self.put_key(request, id);
         let Some(key) = config.conflict_key.as_ref().and_then(|key| key(request)) else {
-            if config.may_replay() && !config.independent_writes {
-                self.shared.conflicts.hand_over();
-            }
-            return Ok(());
+            let counts = config.may_replay() && !config.independent_writes;
+            let conflicts = &self.shared.conflicts;
+            return Ok(counts.then(|| Order::Keyless(Arc::clone(conflicts), conflicts.hand_over())));
         };
         // A ledger that cannot be asked at once was asked for the other layer's key.
         if ledger.memory().is_none() && entered.flatten().as_deref() != Some(&*key) {
@@ -503,12 +515,13 @@ where
             ));
         }
         // In that order: a doubt that ends its call is in the ledger before its hold goes.
-        let passed = self.shared.conflicts.pass(&key, id);
-        passed.map_err(|(id, method)| refused(LedgerError::KeyInDoubt { id, method }))?;
-        match ledger.memory().filter(|_| !off!(KeyInDoubt)) {
-            Some(memory) => memory.admit(&key).map_err(refused),
-            None => Ok(()),
+        let hold = self.shared.conflicts.pass(key.into(), id);
+        let mut hold = hold.map_err(|(id, method)| refused(LedgerError::KeyInDoubt { id, method }))?;
+        if let Some(memory) = ledger.memory().filter(|_| !off!(KeyInDoubt)) {
+            memory.admit(hold.key()).map_err(refused)?;
         }
+        hold.hand_over();
+        Ok(Some(Order::Keyed(hold)))
     }
 
     /// Puts an idempotency key into the write, if it shall have one. What travels with the call stays as it is, also
@@ -535,9 +548,9 @@ where
 }
 
 /// What the layers further in are told of this one.
-fn guard<Req, Res>(config: &Config<Req, Res>, shared: &Shared, hold: Option<&Hold>) -> Guard {
-    let key = hold.filter(|_| config.may_replay()).map(|hold| Arc::clone(hold.key()));
-    Guard { ledger: shared.ledger.keys().number(), key }
+fn guard(shared: &Shared, hold: Option<&Hold>) -> Guard {
+    let key = hold.map(|hold| Arc::clone(hold.key()));
+    Guard { ledger: shared.ledger.keys().number(), key, claims: shared.ledger.memory().is_none() }
 }
 
 /// The refusal of a write that cannot be entered.
