@@ -1347,6 +1347,42 @@ mod tests {
         assert!(!inner.adopt());
     }
 
+    #[derive(Debug)]
+    struct Door(AtomicBool);
+
+    impl Gate for Door {
+        fn opens(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+
+        fn stays_open(&self) -> bool {
+            self.opens()
+        }
+    }
+
+    #[test]
+    fn what_waits_goes_if_the_gates_of_all_layers_open() {
+        for shut in [None, Some(0), Some(1), Some(2)] {
+            let (outer, inner) = (Arc::new(Activity::default()), Activity::default());
+            inner.is_within(&outer);
+            inner.waits();
+            assert!(inner.is_waiting() && outer.is_waiting());
+            let doors = [0, 1, 2].map(|n| Arc::new(Door(AtomicBool::new(Some(n) != shut))));
+            outer.set_gate(Arc::<Door>::clone(&doors[0]));
+            inner.set_gate(Arc::<Door>::clone(&doors[1]));
+            inner.set_gate(Arc::<Door>::clone(&doors[2]));
+            let layer = Arc::new(0);
+            assert_eq!(inner.on_generation(1, Instant::now(), Giver::of(&layer)), shut.is_none());
+            assert_eq!((inner.has_ended(), outer.has_ended()), (shut.is_some(), shut == Some(0)));
+        }
+        let activity = Activity::default();
+        let doors = [true, false].map(|opens| Arc::new(Door(AtomicBool::new(opens))));
+        doors.iter().for_each(|door| activity.set_gate(Arc::<Door>::clone(door)));
+        activity.remove_gate(&doors[1]);
+        activity.waits();
+        assert!(activity.on_generation(1, Instant::now(), Giver::of(&Arc::new(0))) && activity.has_gate());
+    }
+
     #[test]
     fn a_copy_that_a_layer_further_in_had_and_did_not_give_back_unsent_was_sent() {
         let activity = Activity::default();

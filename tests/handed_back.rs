@@ -418,6 +418,24 @@ async fn a_layer_that_refuses_replays_sends_no_write_again_that_another_process_
     assert_eq!(result.unwrap_err().0, Outcome::Unknown);
 }
 
+/// The same of a write that is lost, where a layer further in has the check, and another ledger.
+#[tokio::test(start_paused = true)]
+async fn a_layer_further_in_replays_no_write_that_another_process_has_claimed_in_the_ledger_further_out() {
+    let lab = Lab::new();
+    lab.write(fail(CallError::ambiguous("reset"))).write(answer(1));
+    let shared = Shared::new();
+    let check = WriteSafetyLayer::new(|doubt: Doubt| async move {
+        sleep(SECOND).await;
+        Ok(doubt.not_landed_because("tested"))
+    });
+    let service = Safety::refuse().ledger(shared.clone()).layer(check.layer(lab.connection()));
+    let call = tokio::spawn(DeadlineLayer::new(60 * SECOND).layer(service).oneshot(write()));
+    sleep(ms(500)).await;
+    shared.another_process_does_it();
+    let error = call.await.unwrap().unwrap_err();
+    assert_eq!((lab.writes(), error.outcome()), (1, Outcome::Unknown), "{error}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_claim_that_is_refused_after_the_call_says_that_it_is_unknown_also_if_its_end_cannot_be_recorded() {
     for hangs in [false, true] {

@@ -6,8 +6,8 @@ mod lab;
 use std::future::ready;
 
 use goaround::{
-    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, RetryReadOnly, Stack,
-    WriteSafetyLayer,
+    BoxError, Call, CallError, DeadlineLayer, Effect, Evidence, Outcome, ReconnectLayer, RetryReadOnly,
+    Stack, Tagged, WriteSafetyLayer,
     write_safety::{
         KeyedAnswer, KeyedWrites,
         ledger::{Ledger, MemoryLedger},
@@ -361,4 +361,61 @@ async fn a_write_that_is_dropped_between_stacks_once_it_was_answered_is_reported
     assert!(tokio::time::timeout(ms(100), outer.send(write())).await.is_err());
     assert_eq!(lab.writes(), 1);
     assert_eq!(reports(&lab, ledgers).await, (1, 1));
+}
+
+// ----- a layer further out that does not replay has a key or a ledger that is not that of the one with the check
+
+fn slow_check() -> Safety {
+    Safety::new(|doubt: Doubt| async move {
+        tokio::time::sleep(SECOND).await;
+        Ok::<_, BoxError>(doubt.not_landed_because("tested"))
+    })
+}
+
+/// W1 is lost, and while that is checked further in, W3 is done on another stack with the ledger and the key further out.
+#[tokio::test(start_paused = true)]
+async fn a_layer_further_in_replays_no_write_over_one_that_the_key_of_another_layer_let_in() {
+    for (inner_key, inner_ledger) in
+        [(None, false), (Some("k"), false), (None, true), (Some("other"), true), (Some("k"), true)]
+    {
+        let (lab, other, ledger) = (Lab::new(), Lab::new(), MemoryLedger::new());
+        lab.write(fail(ambiguous())).write(answer(1));
+        other.write(answer(3));
+        let kept = |safety: Safety| safety.ledger(ledger.clone()).conflict_key(|_| Some("k"));
+        let check = slow_check().conflict_key(move |_| inner_key);
+        let check = if inner_ledger { check.ledger(ledger.clone()) } else { check };
+        let deadline = DeadlineLayer::new(60 * SECOND);
+        let first = deadline.layer(kept(Safety::refuse()).layer(check.layer(lab.connection())));
+        let first = tokio::spawn(first.oneshot(write()));
+        tokio::time::sleep(ms(500)).await;
+        let third = deadline.layer(kept(slow_check()).layer(other.connection())).oneshot(write()).await;
+        let first = first.await.unwrap();
+        let same = inner_ledger && inner_key == Some("k");
+        assert_eq!((third.is_ok(), first.is_ok()), (!same, same), "{inner_key:?} {first:?} {third:?}");
+        if let Err(error) = first {
+            assert_eq!((lab.writes(), error.outcome()), (1, Outcome::NotDone));
+            assert!(error.to_string().contains("give both the same"), "{error}");
+        }
+    }
+}
+
+/// Nor by an idempotency key, as idempotent, or by evidence that it trusts.
+#[tokio::test(start_paused = true)]
+async fn a_layer_further_in_replays_nothing_without_a_check_either_beside_the_key_of_another_layer() {
+    let put = || Tagged::new("put", Effect::Idempotent).named("put");
+    let busy = CallError::evidence(Evidence::TooManyRequests, "429");
+    let trusts = Safety::refuse().trust(Evidence::TooManyRequests);
+    let cases: [(Safety, Req, CallError, Outcome); 3] = [
+        (keyed(60 * SECOND), write(), ambiguous(), Outcome::Unknown),
+        (Safety::refuse().replay_idempotent(), put(), ambiguous(), Outcome::Unknown),
+        (trusts, write(), busy, Outcome::NotDone),
+    ];
+    for (inner, request, lost, outcome) in cases {
+        let lab = Lab::new();
+        lab.write(fail(lost)).write(answer(1));
+        let outer = Safety::refuse().conflict_key(|_| Some("k"));
+        let error = outer.layer(inner.layer(lab.connection())).oneshot(request).await.unwrap_err();
+        assert_eq!((lab.writes(), error.outcome()), (1, outcome));
+        assert!(error.to_string().contains("give both the same"), "{error}");
+    }
 }

@@ -11,11 +11,15 @@ use std::{
 };
 
 use goaround::{
-    BoxError, Call, CallError, Effect, Outcome, Stack, Tagged, WriteSafetyLayer,
-    write_safety::{WriteSafety, ledger::Ledger},
+    BoxError, Call, CallError, DeadlineLayer, Effect, Outcome, ReconnectLayer, Stack, Tagged,
+    WriteSafetyLayer,
+    write_safety::{
+        WriteSafety,
+        ledger::{Ledger, MemoryLedger},
+    },
 };
 use lab::*;
-use tower::{Layer, Service, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceExt, service_fn, util::BoxCloneService};
 
 type Safety = WriteSafetyLayer<Req, Res>;
 type Lab4 = Stack<Connector, Req, Res>;
@@ -54,6 +58,16 @@ fn stack(lab: &Lab, safety: Safety) -> Lab4 {
         .unwrap()
 }
 
+/// The stack, in a layer further out if there is one.
+fn within(outer: Option<Safety>, stack: &Lab4) -> BoxCloneService<Req, Res, CallError> {
+    match outer {
+        Some(outer) => {
+            BoxCloneService::new(DeadlineLayer::new(30 * SECOND).layer(outer.layer(stack.clone())))
+        }
+        None => BoxCloneService::new(stack.clone()),
+    }
+}
+
 fn absent() -> Safety {
     Safety::new(|doubt: Doubt| async move {
         doubt.probe(read()).await?;
@@ -64,12 +78,16 @@ fn absent() -> Safety {
 
 /// W2 is called first and waits for a connection; W1 is called, gets the connection, and is lost. W2 goes ahead on the
 /// next one and is answered. W1 must not be replayed on top of it.
-async fn waits_for_a_connection(safety: Safety, polled: bool) -> (Vec<String>, String, String) {
+async fn waits_for_a_connection(
+    outer: Option<Safety>,
+    safety: Safety,
+    polled: bool,
+) -> (Vec<String>, String, String) {
     let lab = Lab::new();
     lab.write(dies(&lab, ms(1))).write(lands(&lab, 2)).write(lands(&lab, 1));
     lab.connect(if polled { Connect::After(ms(5)) } else { Connect::Ok }).connect(Connect::After(ms(20)));
     let stack = stack(&lab, safety);
-    let mut second = stack.clone();
+    let mut second = within(outer, &stack);
     let mut second = Box::pin(second.ready().await.unwrap().call(named("W2")));
     if polled {
         // It waits, and then its task does not get its turn for a while.
@@ -101,21 +119,21 @@ fn landed(log: &[String]) -> Vec<&str> {
 
 #[tokio::test(start_paused = true)]
 async fn no_replay_lands_on_a_write_without_a_key_that_waited_for_a_connection_until_then() {
-    let (log, first, second) = waits_for_a_connection(absent(), false).await;
+    let (log, first, second) = waits_for_a_connection(None, absent(), false).await;
     assert_eq!(second, "Ok(2)", "{log:#?}");
     assert_eq!(landed(&log), ["W2"], "W1 over W2: {first} {log:#?}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_replay_lands_on_a_write_without_a_key_whose_task_had_its_turn_late() {
-    let (log, first, second) = waits_for_a_connection(absent(), true).await;
+    let (log, first, second) = waits_for_a_connection(None, absent(), true).await;
     assert_eq!(second, "Ok(2)", "{log:#?}");
     assert_eq!(landed(&log), ["W2"], "W1 over W2: {first} {log:#?}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_replay_lands_on_a_write_on_its_key_that_waited_for_a_connection_until_then() {
-    let (log, first, second) = waits_for_a_connection(absent().conflict_key(|_| Some("k")), true).await;
+    let (log, first, second) = waits_for_a_connection(None, absent().conflict_key(|_| Some("k")), true).await;
     // W2 does not go while its key is in doubt.
     assert_eq!((first.as_str(), landed(&log)), ("Ok(2)", vec!["W1"]), "{second} {log:#?}");
     assert!(second.starts_with("NotDone"), "{second}");
@@ -123,7 +141,7 @@ async fn no_replay_lands_on_a_write_on_its_key_that_waited_for_a_connection_unti
 
 /// W2 is called on a connection that sends what is polled, and is polled only when W1 was lost. W1 must not be replayed
 /// on top of it.
-async fn is_polled_late(safety: Safety) -> (Vec<String>, Result<Res, CallError>) {
+async fn is_polled_late(outer: Option<Safety>, safety: Safety) -> (Vec<String>, Result<Res, CallError>) {
     let lab = Lab::new();
     let log = lab.log.clone();
     let when_polled: Step = Box::new(move |request: Req| {
@@ -135,7 +153,7 @@ async fn is_polled_late(safety: Safety) -> (Vec<String>, Result<Res, CallError>)
     lab.write(when_polled).write(dies(&lab, ms(1))).write(lands(&lab, 1));
     let stack = stack(&lab, safety);
     assert_eq!(stack.clone().oneshot(read()).await.unwrap(), 0);
-    let second = stack.clone().ready().await.unwrap().call(named("W2"));
+    let second = within(outer, &stack).ready().await.unwrap().call(named("W2"));
     let first = tokio::spawn(stack.clone().oneshot(named("W1")));
     while lab.log.count("dies with W1") == 0 {
         tokio::time::sleep(ms(1)).await;
@@ -147,7 +165,7 @@ async fn is_polled_late(safety: Safety) -> (Vec<String>, Result<Res, CallError>)
 #[tokio::test(start_paused = true)]
 async fn no_replay_lands_on_a_write_that_was_called_before_and_polled_only_later() {
     for safety in [absent(), absent().conflict_key(|_| Some("k"))] {
-        let (log, first) = is_polled_late(safety).await;
+        let (log, first) = is_polled_late(None, safety).await;
         assert_eq!(landed(&log), ["W2"], "W1 over W2: {first:?} {log:#?}");
         assert_eq!(first.unwrap_err().outcome(), Outcome::NotDone);
     }
@@ -468,5 +486,68 @@ async fn that_a_write_waits_for_a_connection_is_one_attempt_however_long_it_take
         }
         // One attempt is nothing to report, and there was nothing to doubt.
         assert_eq!((lab.events.calls(), lab.events.doubts()), (0, 0), "{comes}");
+    }
+}
+
+// ----- layers within others
+
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_of_a_layer_further_out_that_waited_or_was_polled_only_later() {
+    let keyed = || absent().conflict_key(|_| Some("k"));
+    let outer: [fn() -> Safety; 3] = [absent, || absent().conflict_key(|_| Some("k")), Safety::refuse];
+    for outer in outer {
+        for inner in [absent(), keyed()] {
+            for polled in [false, true] {
+                let (log, first, second) = waits_for_a_connection(Some(outer()), inner.clone(), polled).await;
+                assert_ne!(landed(&log), ["W2", "W1"], "W1 over W2: {first} {second} {log:#?}");
+                // Unless its key is in doubt when it would go.
+                assert!(second == "Ok(2)" || second.contains("same conflict key"), "{second}");
+            }
+            let (log, first) = is_polled_late(Some(outer()), inner).await;
+            assert_eq!(landed(&log), ["W2"], "W1 over W2: {first:?} {log:#?}");
+        }
+    }
+}
+
+/// W2, on another stack with the same ledger and key, is called before W1, and gets its connection only after it was.
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_that_waited_in_a_layer_that_knows_nothing_of_its_key() {
+    for between in [Safety::refuse(), absent(), Safety::refuse().conflict_key(|_| Some("k"))] {
+        let (lab, ledger) = (Lab::new(), MemoryLedger::new());
+        lab.connect(Connect::After(ms(50)));
+        lab.write(dies(&lab, ms(100))).write(lands(&lab, 2)).write(lands(&lab, 1));
+        let keyed = |safety: Safety| safety.ledger(ledger.clone()).conflict_key(|_| Some("k"));
+        let below = between.layer(ReconnectLayer::once().layer(lab.connector()));
+        let deadline = DeadlineLayer::new(30 * SECOND);
+        let second = tokio::spawn(deadline.layer(keyed(Safety::refuse()).layer(below)).oneshot(named("W2")));
+        tokio::time::sleep(ms(10)).await;
+        let first = deadline.layer(keyed(absent()).layer(lab.connection())).oneshot(named("W1")).await;
+        assert_eq!(second.await.unwrap().unwrap(), 2);
+        assert_eq!(landed(&lab.log.timed()), ["W2"], "W1 over W2: {first:?} {:#?}", lab.log.timed());
+    }
+}
+
+/// W2, on another stack with the same ledger and key, is called before W1, and goes only once that was: its layer further
+/// in hands it over again, as its first attempt was withdrawn.
+#[tokio::test(start_paused = true)]
+async fn what_a_layer_further_in_hands_over_again_counts_anew_further_out_and_waits_for_its_key() {
+    for is_in_doubt in [false, true] {
+        let (lab, other, ledger) = (Lab::new(), Lab::new(), MemoryLedger::new());
+        let key = |_: &Req| Some("k");
+        other.write(later(ms(5), Err(CallError::not_sent("its time is up")))).write(lands(&lab, 2));
+        lab.write(dies(&lab, if is_in_doubt { ms(1) } else { ms(10) })).write(lands(&lab, 1));
+        let below = absent().attempt_timeout(ms(5)).layer(other.connection());
+        let second = DeadlineLayer::new(30 * SECOND)
+            .layer(Safety::refuse().ledger(ledger.clone()).conflict_key(key).layer(below));
+        let second = tokio::spawn(second.oneshot(named("W2")));
+        tokio::time::sleep(ms(2)).await;
+        let first = DeadlineLayer::new(30 * SECOND)
+            .layer(absent().ledger(ledger).conflict_key(key).layer(lab.connection()))
+            .oneshot(named("W1"))
+            .await;
+        let (second, log) = (second.await.unwrap(), lab.log.timed());
+        assert_eq!(landed(&log), [if is_in_doubt { "W1" } else { "W2" }], "{first:?} {second:?} {log:#?}");
+        let not_done = if is_in_doubt { second } else { first };
+        assert_eq!(not_done.unwrap_err().outcome(), Outcome::NotDone);
     }
 }

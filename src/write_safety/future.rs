@@ -313,7 +313,10 @@ where
         let write = self.0.take().map(|mut write| {
             let service = service();
             let call = write.as_mut().project().call;
-            let Parts { account, name, effect, hold, lane, .. } = &mut call.parts;
+            let Parts { account, name, effect, hold, lane, above, .. } = &mut call.parts;
+            if let Some(above) = above {
+                above.activity.waits();
+            }
             if lane.shared.ledger.memory().is_none() {
                 account.enter(name, *effect, hold.as_deref());
             }
@@ -891,6 +894,14 @@ where
             }
         }
         let Some(way) = &mut self.way else { return Poll::Pending };
+        if matches!(way.errand, Errand::Again)
+            && let Some(above) = self.parts.above.as_ref().filter(|above| !above.activity.is_waiting())
+        {
+            // The layer whose attempt it is a part of sees that before it polls this again.
+            above.activity.waits();
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         let readied = way.service.poll_ready(cx);
         way.in_line = readied.is_pending();
         match ready!(readied) {
@@ -945,6 +956,17 @@ where
             let error = refused(LedgerError::KeyInDoubt { id, method });
             let error = error.of_call(&self.parts.name, self.parts.effect);
             return Poll::Ready(Err(error.with_attempt(None)));
+        }
+        if !matches!(errand, Errand::Replay(_))
+            && let Some(above) = &self.parts.above
+        {
+            // It goes later than it was counted there, too.
+            above.activity.ask_the_gates(|gate| gate.opens());
+            if above.activity.has_ended() {
+                let error = CallError::attempt_timeout(Delivery::NotSent);
+                let error = error.of_request(&request, self.parts.effect).with_attempt(None);
+                return Poll::Ready(Err(error.with_request(request)));
+            }
         }
         self.waited = waited;
         self.timed_out = false;

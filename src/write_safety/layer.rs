@@ -181,6 +181,9 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
     /// default, cannot see each other: where they write to the same things, give them one. Other ledgers keep
     /// processes, and layers that were made apart, from each other as far as they [say](super::ledger::Ledger).
     ///
+    /// Where layers are nested, give them the same key and one ledger: beside the key of a layer further out that refuses
+    /// replays the one with the check settles and does not replay. See the [module](super).
+    ///
     /// The key stands in the ledger as it is made here. It is compared as text.
     ///
     /// ```
@@ -221,7 +224,7 @@ impl<Req, Res> WriteSafetyLayer<Req, Res> {
 
     /// Where each write is entered before its first byte: a [`MemoryLedger`](super::ledger::MemoryLedger) of the
     /// service's own by default. Keep a clone of what you give, to list and settle what is in doubt, or ask
-    /// [`Stack::ledger`](crate::Stack::ledger).
+    /// [`Stack::ledger`](crate::Stack::ledger). Nested layers have rules for it: see the [module](super).
     #[must_use]
     pub fn ledger(self, ledger: impl Ledger) -> Self {
         self.set(None, |config| config.ledger = Some(AnyLedger::new(ledger)))

@@ -27,13 +27,20 @@
 //! leaves the report to it, as long as it has the write: what becomes doubtful after that layer has ended its call, or
 //! on another way past it, the outer one reports. Of a write that passes, a layer further in
 //!
-//! - counts each attempt as handed over, so that none of its own replays lands on top of it, and turns it away where
-//!   its [conflict key](WriteSafetyLayer::conflict_key) is in doubt;
+//! - counts each attempt as handed over, as it does its own writes: when it is called, when it is polled first and when it
+//!   goes after it has waited for a connection. So none of its own replays lands on top of it. It is turned away where its
+//!   [conflict key](WriteSafetyLayer::conflict_key) is in doubt;
 //! - puts its [idempotency key](WriteSafetyLayer::keyed), the same into each attempt;
 //! - checks, replays, times out and reports nothing, does not read [answers to its key](KeyedWrites::answers), and
 //!   enters it in no ledger. So what ends in doubt blocks the keys of the outer layer alone. If one was
 //!   [given](WriteSafetyLayer::ledger) to it, that must be the outer layer's, and its conflict key there the same, else
 //!   the write is [refused](crate::Refusal::Config): take the ledger from the inner [`Stack`](crate::Stack::ledger).
+//!
+//! A layer whose write is also kept further out, by one that refuses replays, settles it and does not replay it if that one
+//! has another conflict key for it, or the same in another ledger, or if its ledger is another one in which somebody may
+//! claim it (any but a [`MemoryLedger`](ledger::MemoryLedger)): it would go past the writes that this key lets in, or beside
+//! whoever has claimed it. The error says so. Give both the same ledger and the same conflict key, or the check to the outer
+//! one.
 //!
 //! Replays of an outer layer land on writes that are made past it, directly on a service further in. One that leaves the
 //! report to another shares no ledger with it but a [`MemoryLedger`](ledger::MemoryLedger): any other has its entry
