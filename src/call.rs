@@ -4,7 +4,7 @@
 use std::{
     borrow::Cow,
     cell::Cell,
-    fmt,
+    fmt, mem,
     num::{NonZeroU64, NonZeroUsize},
     ptr,
     sync::{
@@ -674,6 +674,8 @@ struct ActivityState {
     withdrawn: bool,
     /// Which reconnect layers, one in another, have given the attempt to a connection and have not got it back.
     given: [Option<Giver>; 2],
+    /// Which write-safety layers have let a copy pass that has not come back unsent.
+    passed: Vec<Giver>,
     /// Whether there is more than one copy of the attempt, so that the end of one does not say that nothing was sent.
     copied: bool,
     /// Whether the attempt's time is up, and whether its call is over or has given it up.
@@ -681,8 +683,10 @@ struct ActivityState {
     ended: bool,
     /// How many copies another write-safety layer, further in, has, and reports what becomes of them.
     taken_over: u32,
-    /// Whether one has told that it is in doubt.
+    /// Whether one has told that it is in doubt, or begun to.
     told: bool,
+    /// Whether the layer whose attempt it is has, while one further in had it still: that one is silent then.
+    told_outside: bool,
     /// Whether one had it and its call ended otherwise than as not done.
     gone: bool,
     /// The attempt of a layer further out of which this one is a part.
@@ -811,6 +815,19 @@ impl Activity {
         self.lock().withdrawn = true;
     }
 
+    /// Marks that a write-safety layer lets a copy pass.
+    pub(crate) fn passes(&self, by: Giver) {
+        self.lock().passed.push(by);
+    }
+
+    /// Marks that one has turned a copy away. If another one has passed it or is with a layer further in, that says
+    /// nothing of the attempt.
+    pub(crate) fn turned_away(&self, by: Giver) {
+        let mut state = self.lock();
+        state.copied |= state.passed.contains(&by) || state.is_inside_or_gone();
+        state.withdrawn = true;
+    }
+
     /// Marks that it waits for a connection, and is handed over only when there is one; or that its connection holds it
     /// back. So does what it is a part of.
     pub(crate) fn waits(&self) {
@@ -879,8 +896,12 @@ impl Activity {
 
     /// Marks that the request was not sent, or not processed, on the connection that it was given to.
     pub(crate) fn given_back(&self, by: Giver) {
-        for given in self.lock().given.iter_mut().filter(|given| **given == Some(by)) {
+        let mut state = self.lock();
+        for given in state.given.iter_mut().filter(|given| **given == Some(by)) {
             *given = None;
+        }
+        if let Some(at) = state.passed.iter().position(|passed| *passed == by) {
+            state.passed.swap_remove(at);
         }
     }
 
@@ -906,11 +927,11 @@ impl Activity {
     /// Says that a layer further in reports what becomes of the attempt. `false` as for [`Activity::adopt`].
     pub(crate) fn take_over(&self) -> bool {
         let mut state = self.lock();
+        // Another copy, which is there still or was sent.
+        state.copied |= state.is_inside_or_gone();
         if !state.may_begin() {
             return false;
         }
-        // Another copy, which is there still or was sent.
-        state.copied |= state.taken_over > 0 || state.gone;
         state.taken_over += 1;
         true
     }
@@ -940,16 +961,32 @@ impl Activity {
         state.ended || state.is_within_what_ended()
     }
 
-    /// Whether another layer reports what becomes of the attempt, or has.
-    pub(crate) fn is_taken_over(&self) -> bool {
-        let state = self.lock();
-        state.taken_over > 0 || state.told
+    /// Whether a layer further in has told that it is in doubt.
+    pub(crate) fn was_told(&self) -> bool {
+        self.lock().told
+    }
+
+    /// The layer whose attempt it is, which has put it down, tells that it is in doubt, unless one further in has. One that
+    /// has it still lives on elsewhere, and does not tell that a second time.
+    pub(crate) fn tells(&self) -> bool {
+        let mut state = self.lock();
+        state.told_outside |= !state.told;
+        !state.told
+    }
+
+    /// A layer further in tells that it is in doubt, unless another one has, further out or of another copy.
+    pub(crate) fn lets_tell(&self) -> bool {
+        let mut state = self.lock();
+        if mem::replace(&mut state.told, true) || state.told_outside {
+            return false;
+        }
+        // Under the lock, and in that order all the way out: no two of them begin at once.
+        state.above.as_deref().is_none_or(Activity::lets_tell)
     }
 
     /// Whether a layer further in takes the call for a write, and it has not come back from there as not done.
     pub(crate) fn is_a_write_inside(&self) -> bool {
-        let state = self.lock();
-        state.taken_over > 0 || state.gone
+        self.lock().is_inside_or_gone()
     }
 
     /// The fence by which a later attempt replaced this one, if one did.
@@ -962,7 +999,7 @@ impl Activity {
     /// Whether nothing of the attempt was sent, since it was withdrawn.
     pub(crate) fn was_withdrawn(&self) -> bool {
         let state = self.lock();
-        state.withdrawn && !state.copied && !state.gone
+        state.withdrawn && !state.copied && !state.is_inside_or_gone()
     }
 
     /// When the last byte was sent: `Err` while a marking connection still has bytes to send, `Ok(None)`
@@ -1043,12 +1080,17 @@ impl ActivityState {
         !over
     }
 
+    /// Whether a copy is with a layer further in, or has come back from there and may have been sent.
+    fn is_inside_or_gone(&self) -> bool {
+        self.taken_over > 0 || self.gone
+    }
+
     fn is_within_what_ended(&self) -> bool {
         self.above.as_deref().is_some_and(Activity::has_ended)
     }
 }
 
-/// A reconnect layer, by its address.
+/// A reconnect layer, or one that lets writes pass, by its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Giver(NonZeroUsize);
 
@@ -1084,7 +1126,7 @@ impl Trail {
     }
 
     pub(crate) fn take(&self) -> Vec<Attempt> {
-        std::mem::take(&mut self.lock().attempts)
+        mem::take(&mut self.lock().attempts)
     }
 
     /// Notes the generation on which the call was answered.
@@ -1340,6 +1382,7 @@ mod tests {
         outer.close();
         assert!(inner.on_generation(2, Instant::now(), Giver::of(&layer)) && middle.take_over());
         inner.given_back(Giver::of(&layer));
+        middle.give_the_report_back(false, true);
         assert!(!outer.take_over());
         outer.end();
         assert!(!inner.on_generation(2, Instant::now(), Giver::of(&layer)) && inner.was_withdrawn());
@@ -1389,19 +1432,58 @@ mod tests {
         // Handed back, and over again: there is one of it.
         for _ in 0..2 {
             assert!(activity.take_over());
-            assert!(activity.is_taken_over());
             activity.give_the_report_back(false, true);
             activity.withdrawn();
-            assert!(activity.was_withdrawn() && !activity.was_copied() && !activity.is_taken_over());
+            assert!(activity.was_withdrawn() && !activity.was_copied() && !activity.was_told());
         }
         assert!(activity.take_over());
         activity.give_the_report_back(true, false);
         assert!(activity.has_gone() && !activity.was_withdrawn());
         // Once it was told that it is in doubt, nobody tells that again.
-        assert!(activity.is_taken_over());
+        assert!(!activity.tells());
         assert!(activity.take_over() && activity.was_copied());
         let two = Activity::default();
         assert!(two.take_over() && two.take_over() && two.was_copied());
+    }
+
+    #[test]
+    fn a_copy_that_was_turned_away_says_nothing_of_one_that_was_let_through_and_has_not_come_back() {
+        let layers = [Arc::new(0), Arc::new(0)];
+        let [outer, inner] = layers.each_ref().map(Giver::of);
+        let activity = Activity::default();
+        activity.passes(outer);
+        activity.passes(inner);
+        activity.given_back(inner);
+        // Let through by the one further out, which is the same copy.
+        activity.turned_away(inner);
+        assert!(activity.was_withdrawn() && !activity.was_copied());
+        activity.turned_away(outer);
+        assert!(activity.was_copied() && !activity.was_withdrawn());
+
+        let activity = Activity::default();
+        assert!(activity.take_over());
+        activity.turned_away(inner);
+        assert!(activity.was_copied() && !activity.was_withdrawn());
+    }
+
+    #[test]
+    fn of_layers_within_each_other_one_tells_of_a_doubt() {
+        let nested = || {
+            let (outer, inner) = (Activity::guarded(guard()), Activity::guarded(guard()));
+            inner.is_within(&outer);
+            (outer, inner)
+        };
+        // The innermost, of which the others learn at once; or the outermost, and what lives on further in is silent.
+        let (outer, inner) = nested();
+        assert!(inner.lets_tell() && !inner.tells() && !outer.tells() && !outer.lets_tell());
+        let (outer, inner) = nested();
+        assert!(outer.tells() && !inner.lets_tell() && !inner.tells());
+        let (outer, inner) = nested();
+        assert!(inner.tells() && outer.lets_tell() && !inner.lets_tell() && !outer.tells());
+    }
+
+    fn guard() -> Guard {
+        Guard { ledger: NonZeroUsize::MIN, key: None }
     }
 
     #[test]

@@ -517,6 +517,35 @@ async fn a_write_that_is_refused_its_second_entry_was_not_done() {
     }
 }
 
+/// Two copies of a call, by a service that hedges. Of the entry that is there the one that has not entered it says nothing.
+#[tokio::test(start_paused = true)]
+async fn a_copy_that_is_dropped_before_it_was_entered_closes_no_entry_of_another_one() {
+    for polled in [false, true] {
+        let lab = Lab::new();
+        lab.write(hang());
+        let store = Store::new(&lab.log);
+        let layer = Safety::refuse().ledger(store.clone()).on_event(lab.events.sink());
+        let mut service = layer.layer(lab.connection());
+        let mut request = write();
+        request.context_mut().assign_id();
+        let copy = request.try_clone().unwrap();
+        let mut call = Box::pin(service.call(request));
+        assert!(poll_once(&mut call));
+        assert_eq!(lab.writes(), 1);
+
+        let _store = store.clone().shut("enter");
+        let mut copy = Box::pin(service.call(copy));
+        if polled {
+            assert!(poll_once(&mut copy));
+        }
+        drop(copy);
+        assert_eq!((store.state(), store.hints.lock().unwrap().len()), (State::Open, 0), "polled: {polled}");
+        drop(call);
+        assert!(matches!(store.state(), State::InDoubt { .. }), "polled: {polled}");
+        assert_eq!(lab.events.abandoned(), 1);
+    }
+}
+
 /// What becomes of a claim that the call does not wait for any more.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Claimed {

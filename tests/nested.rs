@@ -10,7 +10,7 @@ use goaround::{
     Stack, Tagged, WriteSafetyLayer,
     write_safety::{
         KeyedAnswer, KeyedWrites,
-        ledger::{Ledger, MemoryLedger},
+        ledger::{AnyLedger, Ledger, MemoryLedger},
     },
 };
 use lab::*;
@@ -137,7 +137,7 @@ async fn a_write_that_was_handed_back_and_is_dropped_on_the_next_connection_is_r
 
 // ----- a layer further in has taken the report over, and has nothing to report
 
-async fn reports(lab: &Lab, ledgers: [goaround::write_safety::ledger::AnyLedger; 2]) -> (usize, usize) {
+async fn reports(lab: &Lab, ledgers: impl IntoIterator<Item = AnyLedger>) -> (usize, usize) {
     let mut entries = 0;
     for ledger in ledgers {
         entries += ledger.in_doubt().await.unwrap().len();
@@ -265,12 +265,49 @@ async fn that_another_copy_was_not_sent_does_not_say_that_the_write_was_not_over
     }
 }
 
+/// Of two copies one is lost, and a layer that lets them pass turns the other one away, since its key is in doubt by then.
+#[tokio::test(start_paused = true)]
+async fn that_another_copy_was_turned_away_does_not_say_that_the_write_was_not_sent() {
+    for (passes, leaves) in [(true, true), (true, false), (false, true), (false, false)] {
+        let lab = Lab::new();
+        lab.write(fail(closed())).write(fail(ambiguous()));
+        let inner = Safety::refuse().conflict_key(|_: &Req| Some("k"));
+        let inner = inner.layer(ReconnectLayer::once().layer(lab.connector()));
+        let inner_ledger = inner.ledger();
+        let twice = service_fn(move |call: Req| -> Answer {
+            let again = call.try_clone().unwrap();
+            let [first, other, second] =
+                [call, write(), again].map(|request| -> Answer { Box::pin(inner.clone().oneshot(request)) });
+            Box::pin(async move {
+                let _ = (first.await, other.await);
+                let turned_away = second.await;
+                tokio::time::sleep(SECOND).await;
+                turned_away
+            })
+        });
+        let outer = match passes {
+            true => WriteSafetyLayer::new(|doubt: Doubt| async move { Ok(doubt.unknown("tested")) }),
+            false => Safety::refuse(),
+        };
+        let outer = outer.attempt_timeout(30 * SECOND).on_event(lab.events.sink()).layer(twice);
+        let ledger = if passes { outer.ledger() } else { inner_ledger };
+        let wait = if leaves { ms(100) } else { 60 * SECOND };
+        let result = tokio::time::timeout(wait, outer.oneshot(write())).await;
+        assert_eq!(lab.writes(), 1 + usize::from(passes));
+        let outcome = result.ok().map(|result| result.unwrap_err().outcome());
+        assert_eq!(outcome, (!leaves).then_some(Outcome::Unknown), "passes: {passes}");
+        assert_eq!(reports(&lab, [ledger]).await, (1, 1), "passes: {passes}, its caller leaves: {leaves}");
+    }
+}
+
 // ----- what is held up above a layer further in
 
-/// A queue with a task of its own, which holds each request up for so long and then calls on, whoever waits.
+/// A queue with a task of its own, which holds each request up for so long and then calls on, whoever waits; and holds up
+/// its answer too.
 fn held_up<S>(
     below: S,
     wait: std::time::Duration,
+    answer_waits: std::time::Duration,
 ) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static
 where
     S: Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static,
@@ -280,10 +317,54 @@ where
         let answer: Answer = Box::pin(below.clone().oneshot(request));
         let held_up = tokio::spawn(async move {
             tokio::time::sleep(wait).await;
-            answer.await
+            let answer = answer.await;
+            tokio::time::sleep(answer_waits).await;
+            answer
         });
         Box::pin(async move { held_up.await.unwrap() })
     })
+}
+
+/// Its caller leaves, or a service in between gives it up. Further in it lives on, and may have told of it already where what
+/// is in between holds that up.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_lives_on_further_in_when_its_call_is_over_is_reported_once() {
+    let steps: [fn() -> Step; 4] = [
+        hang,
+        || later(5 * SECOND, Ok(1)),
+        || later(5 * SECOND, Err(ambiguous())),
+        || later(SECOND, Err(ambiguous())),
+    ];
+    for (case, step) in steps.iter().enumerate() {
+        for (layers, leaves) in [(1, true), (1, false), (2, true), (2, false)] {
+            let lab = Lab::new();
+            lab.write(step());
+            let inner = Safety::refuse().on_event(lab.events.sink()).layer(lab.connection());
+            let mut ledgers = vec![inner.ledger()];
+            let mut below = BoxCloneService::new(held_up(inner, ms(0), 3 * SECOND));
+            if layers == 2 {
+                let middle = Safety::refuse().on_event(lab.events.sink()).layer(below);
+                ledgers.push(middle.ledger());
+                below = BoxCloneService::new(held_up(middle, ms(0), 3 * SECOND));
+            }
+            let between = service_fn(move |request: Req| -> Answer {
+                let answer: Answer = Box::pin(below.clone().oneshot(request));
+                Box::pin(async move {
+                    let given_up = if leaves { 100 * SECOND } else { 2 * SECOND };
+                    let answer = tokio::time::timeout(given_up, answer).await;
+                    answer.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
+                })
+            });
+            let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
+            ledgers.push(outer.ledger());
+            let result = tokio::time::timeout(2 * SECOND + ms(100), outer.oneshot(write())).await;
+            assert_eq!(result.is_err(), leaves);
+            tokio::time::sleep(30 * SECOND).await;
+            assert_eq!(lab.writes(), 1);
+            let case = format!("{case}, {layers} further in, its caller leaves: {leaves}");
+            assert_eq!(reports(&lab, ledgers).await, (1, 1), "{case}: {:?}", lab.events.all());
+        }
+    }
 }
 
 /// `what_a_task_below_holds_up_is_not_sent_once_its_call_is_over`, with a layer that refuses replays further in.
@@ -300,7 +381,7 @@ async fn what_is_held_up_above_a_stack_is_not_sent_once_its_call_is_over() {
         let service = ServiceBuilder::new()
             .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
             .layer(Safety::refuse())
-            .service(held_up(below, 20 * SECOND));
+            .service(held_up(below, 20 * SECOND, ms(0)));
         assert!(tokio::time::timeout(10 * SECOND, service.oneshot(write())).await.is_err());
         assert_eq!(lab.events.abandoned(), 1);
         tokio::time::sleep(30 * SECOND).await;
@@ -318,7 +399,7 @@ async fn retries_outside_do_not_send_twice_what_is_a_write_inside() {
     let service = ServiceBuilder::new()
         .layer(DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink()))
         .layer(RetryReadOnly.attempt_timeout(SECOND))
-        .service(held_up(inside, 2 * SECOND));
+        .service(held_up(inside, 2 * SECOND, ms(0)));
     let error = service.oneshot(read()).await.unwrap_err();
     tokio::time::sleep(30 * SECOND).await;
     assert_eq!((lab.writes(), error.outcome()), (0, Outcome::NoAnswer), "{:?}", lab.log.timed());

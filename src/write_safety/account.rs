@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use super::{
     FirstSent, Shared,
-    conflicts::Hold,
+    conflicts::{Hold, Keys},
+    copies::Entering,
     future::{TAKEN_OVER, claimed_by_another},
     ledger::{DynLedger, Entry, EntryId, LedgerError, MemoryLedger, State},
     unrecorded::caught,
@@ -49,8 +50,8 @@ struct Recorded {
     step: Option<BoxFuture<Result<u64, LedgerError>>>,
     /// Whether its replay was claimed, also if it was not needed in the end.
     claim: Claim,
-    /// Whether the layer further out has this ledger too. As long as nothing was entered here, an entry of it is that one's.
-    nested: bool,
+    /// Among the copies of the call.
+    entering: Entering,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -67,10 +68,8 @@ impl Account {
         arguments: Option<String>,
         first_sent: FirstSent,
         shared: &Shared,
-        above: Option<&Activity>,
     ) -> Self {
-        let nested = || above.is_some_and(|above| above.entered_in(shared.ledger.keys().number()).is_some());
-        let recorded = shared.ledger.other().map(|ledger| Recorded::new(ledger, nested()));
+        let recorded = shared.ledger.other().map(|ledger| Recorded::new(ledger, id, shared.ledger.keys()));
         let Shared { stack, servers_entered, .. } = *shared;
         Self { id, arguments, first_sent, stack, servers_entered, lost: false, recorded }
     }
@@ -127,7 +126,10 @@ impl Account {
             return Poll::Ready(Ok(()));
         };
         let Some(step) = &mut recorded.step else { return Poll::Ready(Ok(())) };
-        let result = ready!(step.as_mut().poll(cx));
+        let result = match recorded.entering.begin() {
+            true => ready!(step.as_mut().poll(cx)),
+            false => Err(LedgerError::Conflict(self.id)),
+        };
         recorded.step = None;
         match &result {
             // Nothing has changed.
@@ -207,12 +209,9 @@ impl Account {
         }
         // Nothing can be waited for, or nobody knows what came of the last step.
         if let (State::InDoubt { .. }, Some(hold)) = (state, hold) {
-            let claiming = recorded.claim == Claim::UnderWay;
-            hold.leave(method.to_owned(), recorded.last, claiming, state.clone());
+            recorded.leave(hold, method.to_owned(), state);
         }
-        if recorded.may_hint() {
-            hint(&*recorded.ledger, self.id, state.clone());
-        }
+        recorded.hint(self.id, state.clone());
         None
     }
 
@@ -229,7 +228,7 @@ impl Account {
     /// Keeps the result until that step is recorded.
     #[expect(clippy::too_many_arguments, reason = "they go on from here to where they stay")]
     pub(super) fn closing<Res>(
-        &self,
+        &mut self,
         step: BoxFuture<Result<u64, LedgerError>>,
         state: State,
         result: Result<Res, CallError>,
@@ -255,11 +254,8 @@ impl Account {
             news: Some(news),
             back,
             step,
-            ledger: (self.recorded.as_ref().filter(|recorded| recorded.may_hint()))
-                .map(|recorded| Arc::clone(&recorded.ledger)),
+            recorded: self.recorded.take(),
             id: self.id,
-            revision: self.recorded.as_ref().map_or(0, |recorded| recorded.last),
-            claiming: self.recorded.as_ref().is_some_and(|recorded| recorded.claim == Claim::UnderWay),
             method,
             state: Some(state),
             until,
@@ -284,12 +280,9 @@ pub(super) struct Closing<Res> {
     news: Option<News>,
     back: GivenBack,
     step: BoxFuture<End>,
-    /// What may be given a hint.
-    ledger: Option<Arc<dyn DynLedger>>,
+    /// As of the call's end.
+    recorded: Option<Box<Recorded>>,
     id: EntryId,
-    revision: u64,
-    /// Whether a claim was under way when the call ended.
-    claiming: bool,
     method: String,
     /// Until it is recorded.
     state: Option<State>,
@@ -328,6 +321,9 @@ impl<Res> Closing<Res> {
                 doubt
             });
             self.back.told |= news.doubt.is_some();
+            if self.back.above.as_ref().is_some_and(|above| news.doubt.is_some() && !above.lets_tell()) {
+                news.doubt = None;
+            }
         }
         self.back.not_done = false;
         self.result = Some(Err(error));
@@ -335,13 +331,11 @@ impl<Res> Closing<Res> {
 
     /// The ledger has not recorded it, and is not waited for any more.
     fn leave(&mut self) {
-        let Some(state) = self.state.take() else { return };
+        let (Some(state), Some(recorded)) = (self.state.take(), &self.recorded) else { return };
         if let (State::InDoubt { .. }, Some(hold)) = (&state, &self.hold) {
-            hold.leave(std::mem::take(&mut self.method), self.revision, self.claiming, state.clone());
+            recorded.leave(hold, std::mem::take(&mut self.method), &state);
         }
-        if let Some(ledger) = &self.ledger {
-            hint(&**ledger, self.id, state);
-        }
+        recorded.hint(self.id, state);
     }
 
     fn tell(&mut self) {
@@ -409,19 +403,23 @@ impl News {
 }
 
 impl Recorded {
-    fn new(ledger: Arc<dyn DynLedger>, nested: bool) -> Box<Self> {
-        Box::new(Self { ledger, revision: None, last: 0, step: None, claim: Claim::None, nested })
+    fn new(ledger: Arc<dyn DynLedger>, id: EntryId, keys: &Keys) -> Box<Self> {
+        let entering = Entering::new(Arc::clone(keys.entered()), id);
+        Box::new(Self { ledger, revision: None, last: 0, step: None, claim: Claim::None, entering })
     }
 
-    /// Whether its entry is this layer's own, or may be: a hint names no revision.
-    fn may_hint(&self) -> bool {
-        !self.nested || self.last > 0
+    /// Its doubt stays, and nobody knows whether the ledger has recorded it.
+    fn leave(&self, hold: &Hold, method: String, doubt: &State) {
+        hold.leave(method, self.last, self.claim == Claim::UnderWay, doubt.clone());
     }
-}
 
-/// Gives a ledger a hint, mostly from a destructor, where a panic would abort.
-fn hint(ledger: &dyn DynLedger, id: EntryId, state: State) {
-    let _ = catch_unwind(AssertUnwindSafe(|| ledger.abandon(id, state)));
+    /// Gives the ledger a hint, if the entry is this call's own, or can only be; mostly from a destructor, where a panic
+    /// would abort.
+    fn hint(&self, id: EntryId, state: State) {
+        if self.last > 0 || self.entering.hints() {
+            let _ = catch_unwind(AssertUnwindSafe(|| self.ledger.abandon(id, state)));
+        }
+    }
 }
 
 impl<Res> Drop for Closing<Res> {

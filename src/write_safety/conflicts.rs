@@ -16,6 +16,7 @@ use std::{
 };
 
 use super::{
+    copies::Entered,
     ledger::{EntryId, State},
     settle,
     unrecorded::{Backlog, Unrecorded},
@@ -47,6 +48,7 @@ pub(super) struct Keys {
     /// Whether replays wait for a doubt to end, or have waited.
     are_waited_for: Arc<AtomicBool>,
     backlog: Arc<Backlog>,
+    entered: Arc<Entered>,
 }
 
 /// A conflict key that calls under way have.
@@ -102,6 +104,11 @@ impl Keys {
     /// Tells one ledger from another, as long as both are there.
     pub(super) fn number(&self) -> NonZeroUsize {
         address(&self.held)
+    }
+
+    /// The writes that are entered in it.
+    pub(super) fn entered(&self) -> &Arc<Entered> {
+        &self.entered
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {

@@ -34,7 +34,7 @@ use super::{
 use crate::{
     Activity, Attempt, Basis, Call, CallError, CallId, Cause, Closure, Delivery, Effect, Outcome, Rule,
     Scope, Settled,
-    call::{Guard, Trail, replica},
+    call::{Giver, Guard, Trail, replica},
     connection::BoxFuture,
     deadline::{Timer, Until, later, poll_or_last},
     event::{CallReport, DoubtReport, Event, Events},
@@ -72,10 +72,10 @@ where
 }
 
 enum Kind<S, Req, Res> {
-    /// A read, or what another layer answers for.
+    /// A read, on its way through.
     Passing(Passing),
-    /// A write that another one answers for, and that has a place among those of this one.
-    Counted(Box<(Passage, Passing)>),
+    /// The same of a write for which a layer further out answers.
+    Passed(Box<Passed>),
     Refused(Option<CallError>),
     /// Behind a box, so that reads do not carry a write's state about.
     Write(BoxedWrite<S, Req, Res>),
@@ -83,12 +83,21 @@ enum Kind<S, Req, Res> {
     Done,
 }
 
-/// A call on its way through; with what reports it, if this layer is the outermost.
-struct Passing {
-    reporter: Option<Events>,
-    call: CallId,
-    basis: Basis,
-    effect: Effect,
+/// A call on its way through, with what reports it if this layer is the outermost.
+pub(super) struct Passing {
+    pub(super) reporter: Option<Events>,
+    pub(super) call: CallId,
+    pub(super) basis: Basis,
+    pub(super) effect: Effect,
+}
+
+/// A write on its way through.
+pub(super) struct Passed {
+    pub(super) passing: Passing,
+    /// The marks of the layer further out, and this one.
+    pub(super) marks: Option<(Arc<Activity>, Giver)>,
+    /// Its place among those of this layer, if it has any.
+    pub(super) passage: Option<Passage>,
 }
 
 type BoxedWrite<S, Req, Res> = Pin<Box<Write<S, Req, Res>>>;
@@ -256,12 +265,8 @@ where
         Self { attempt: Some(attempt), kind: Kind::Passing(Passing { reporter, call, basis, effect }) }
     }
 
-    /// The same, with its place.
-    pub(super) fn counted(mut self, passage: Passage) -> Self {
-        if let Kind::Passing(passing) = mem::replace(&mut self.kind, Kind::Done) {
-            self.kind = Kind::Counted(Box::new((passage, passing)));
-        }
-        self
+    pub(super) fn passed(attempt: S::Future, passed: Passed) -> Self {
+        Self { attempt: Some(attempt), kind: Kind::Passed(Box::new(passed)) }
     }
 
     pub(super) fn refused(error: CallError) -> Self {
@@ -375,11 +380,18 @@ where
                 *this.kind = Kind::Done;
                 Poll::Ready(result)
             }
-            Kind::Counted(counted) => {
-                let (passage, passing) = &mut **counted;
+            Kind::Passed(write) => {
                 let Some(attempt) = this.attempt.as_mut().as_pin_mut() else { return Poll::Pending };
-                passage.look();
+                let Passed { passing, marks, passage } = &mut **write;
+                if let Some(passage) = passage {
+                    passage.look();
+                }
                 let result = ready!(attempt.poll(cx)).map_err(|error| passing.failed(error));
+                if let (Err(error), Some((activity, by))) = (&result, marks)
+                    && error.is_given_back()
+                {
+                    activity.given_back(*by);
+                }
                 this.attempt.set(None);
                 *this.kind = Kind::Done;
                 Poll::Ready(result)
@@ -1460,11 +1472,11 @@ where
         };
         // First the ledger: whoever is told of the doubt finds it there.
         let state = self.state(&result, reason.as_deref());
-        let step = self.enter_end(&state);
+        let told = doubtful && self.tells(matches!(state, State::InDoubt { .. }));
+        let step = self.enter_end(&state, told);
         if doubtful && let Err(error) = &mut result {
             error.set_reported();
         }
-        let told = doubtful && !self.parts.current.activity.is_taken_over();
         let doubt = told.then(|| self.doubt_report(&result, reason, outcome));
         // Also if a layer further in has told otherwise.
         let may_be_lost = step.is_some() && outcome == Some(Outcome::NotDone);
@@ -1672,10 +1684,19 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         }
     }
 
-    fn enter_end(&mut self, state: &State) -> Option<BoxFuture<Result<u64, LedgerError>>> {
-        let Parts { account, lane, name, effect, hold, current, .. } = &mut self.parts;
-        // Another layer, further in, keeps what it reports; but it does not know of this one's key.
-        let keeps = hold.is_some() || !current.activity.is_taken_over();
+    /// Whether this layer tells of its doubt, rather than one further in, or one further out that has ended before it.
+    fn tells(&self, in_doubt: bool) -> bool {
+        let Parts { current, above, .. } = &self.parts;
+        match in_doubt {
+            true => current.activity.tells() && above.as_ref().is_none_or(|above| above.activity.lets_tell()),
+            false => !current.activity.was_told(),
+        }
+    }
+
+    fn enter_end(&mut self, state: &State, told: bool) -> Option<BoxFuture<Result<u64, LedgerError>>> {
+        let Parts { account, lane, name, effect, hold, .. } = &mut self.parts;
+        // Another layer keeps what it reports; but it does not know of this one's key.
+        let keeps = hold.is_some() || told;
         let memory = lane.shared.ledger.memory().filter(|_| keeps);
         account.close(state, memory, name, *effect, hold.as_deref())
     }
@@ -1726,10 +1747,11 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
         };
+        let told = in_doubt && self.tells(true);
         self.what_goes_back(in_doubt, !in_doubt).give_unread();
         self.parts.account.interrupt();
-        let _ = self.enter_end(&state);
-        if in_doubt && !self.parts.current.activity.is_taken_over() {
+        let _ = self.enter_end(&state, told);
+        if told {
             let attempts = mem::take(&mut self.attempts);
             let report = self.call_report(attempts, Some(Outcome::Unknown));
             self.parts.events.emit(Event::Abandoned(&report));

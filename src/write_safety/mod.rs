@@ -17,7 +17,8 @@
 //! Once a check has found the write in flight or in part, no word of its attempt that it was not sent or not processed
 //! (a late 429) is believed any more, whatever the layer [trusts](WriteSafetyLayer::trust): it stays in doubt. The same
 //! holds where a service between the layers sends more than one copy of an attempt, as far as one
-//! [`ReconnectLayer`](crate::ReconnectLayer) sees both: what the end of one copy says is not known of the other.
+//! [`ReconnectLayer`](crate::ReconnectLayer) sees both, or one layer like this turns one of them away: what the end of one
+//! copy says is not known of the other.
 //!
 //! With an attempt timeout the doubt arises while there is time left to settle it. The attempt is not
 //! dropped: its late answer is the best evidence there is, and ends the doubt.
@@ -25,7 +26,8 @@
 //! A write is replayed once in all, also where such layers are nested: the outermost that may replay has it,
 //! those further in pass it through, and one further out that [refuses](WriteSafetyLayer::refuse) replays
 //! leaves the report to it, as long as it has the write: what becomes doubtful after that layer has ended its call, or
-//! on another way past it, the outer one reports. Of a write that passes, a layer further in
+//! on another way past it, the outer one reports, and what is unknown when its own call ends while that layer has the write
+//! on a task of its own. Of a write that passes, a layer further in
 //!
 //! - counts each attempt as handed over, as it does its own writes: when it is called, when it is polled first and when it
 //!   goes after it has waited for a connection. So none of its own replays lands on top of it. It is turned away where its
@@ -51,6 +53,7 @@
 
 mod account;
 mod conflicts;
+mod copies;
 pub mod effect_check;
 mod fence;
 mod future;
@@ -76,7 +79,7 @@ use tower::Service;
 use self::{
     account::Account,
     conflicts::{Conflicts, Hold, Order, Passage},
-    future::{Above, Begun, Parts},
+    future::{Above, Begun, Parts, Passed, Passing},
     ledger::{AnyLedger, EntryId, LedgerError},
     verdict::DynCheck,
 };
@@ -90,7 +93,7 @@ pub use self::{
 };
 use crate::{
     Activity, Basis, Call, CallError, CallId, Deadline, Delivery, Effect, Evidence, Refusal,
-    call::{CallIds, Guard, effect_of, replica},
+    call::{CallIds, Giver, Guard, effect_of, replica},
     connection::Classifier,
     event::{self, Events},
 };
@@ -374,7 +377,7 @@ where
                 Ok(hold) => Some(hold),
                 Err(error) => {
                     if let Some(above) = above {
-                        above.activity.withdrawn();
+                        above.activity.turned_away(Giver::of(&self.shared));
                     }
                     return self.refuse(error);
                 }
@@ -426,13 +429,7 @@ where
             current,
             hold,
             keyed,
-            account: Account::new(
-                id,
-                arguments,
-                first_sent,
-                &self.shared,
-                above.as_deref().map(|above| &*above.activity),
-            ),
+            account: Account::new(id, arguments, first_sent, &self.shared),
             events,
             outermost,
             above,
@@ -482,18 +479,20 @@ where
             Ok(order) => order,
             Err(refused) => {
                 if let Some(outer) = request.context().activity() {
-                    outer.withdrawn();
+                    outer.turned_away(Giver::of(&self.shared));
                 }
                 return self.refuse(refused.of_request(&request, effect).with_attempt(None));
             }
         };
         let reporter = outermost.then(|| self.events.share());
-        let passage = order.map(|order| Passage::new(order, request.context().activity().cloned()));
-        let passing = ResponseFuture::passing(self.inner.call(request), reporter, call, basis, effect);
-        match passage {
-            Some(passage) => passing.counted(passage),
-            None => passing,
+        let activity = request.context().activity().cloned();
+        let passage = order.map(|order| Passage::new(order, activity.clone()));
+        let marks = activity.map(|outer| (outer, Giver::of(&self.shared)));
+        if let Some((outer, by)) = &marks {
+            outer.passes(*by);
         }
+        let passing = Passing { reporter, call, basis, effect };
+        ResponseFuture::passed(self.inner.call(request), Passed { passing, marks, passage })
     }
 
     /// What this layer does with each attempt of a write that another one may replay; with its place among those of this
