@@ -59,19 +59,21 @@ struct Key {
     /// The call that was handed over last.
     last: Option<EntryId>,
     calls: usize,
-    /// The calls that are in doubt, and their methods.
-    doubts: Vec<(EntryId, String)>,
+    /// How many holds there were; copies of a call have one each.
+    holds: u64,
+    /// The calls that are in doubt, and their methods; by which hold.
+    doubts: Vec<(u64, (EntryId, String))>,
     /// How many calls ended in doubt since there were calls, and the last of them.
     left: u64,
     last_left: Option<(EntryId, String)>,
-    /// The calls that wait until no other one is in doubt.
-    waiting: Vec<(EntryId, Waker)>,
+    /// The holds that wait until no other call is in doubt.
+    waiting: Vec<(u64, Waker)>,
 }
 
 impl Key {
     /// The doubt of another call, if there is one.
     fn other_doubt(&self, id: EntryId) -> Option<&(EntryId, String)> {
-        self.doubts.iter().find(|(held, _)| *held != id)
+        self.doubts.iter().map(|(_, doubt)| doubt).find(|(held, _)| *held != id)
     }
 
     /// What stands in the way of a call that began when so many had ended in doubt.
@@ -142,20 +144,19 @@ impl Conflicts {
 
     /// A write with that key begins; an error names the one in doubt that stands in its way.
     pub(super) fn enter(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
-        self.hold(key, id, false, |state| state.doubts.first())
+        self.hold(key, id, |state| state.doubts.first().map(|(_, doubt)| doubt))
     }
 
     /// An attempt of a write with that key passes that another layer, further out, answers for, perhaps by the same key. It
     /// is turned away as any other would be.
     pub(super) fn pass(self: &Arc<Self>, key: Arc<str>, id: EntryId) -> Result<Hold, (EntryId, String)> {
-        self.hold(key, id, true, |state| state.other_doubt(id))
+        self.hold(key, id, |state| state.other_doubt(id))
     }
 
     fn hold(
         self: &Arc<Self>,
         key: Arc<str>,
         id: EntryId,
-        passes: bool,
         in_its_way: impl FnOnce(&Key) -> Option<&(EntryId, String)>,
     ) -> Result<Hold, (EntryId, String)> {
         let mut keys = self.lock();
@@ -164,9 +165,10 @@ impl Conflicts {
             return Err(doubt.clone());
         }
         state.calls += 1;
-        let left = state.left;
+        state.holds += 1;
+        let (number, left) = (state.holds, state.left);
         drop(keys);
-        Ok(Hold { of: Arc::clone(self), id, key, left, place: Place::default(), passes })
+        Ok(Hold { of: Arc::clone(self), id, number, key, left, place: Place::default() })
     }
 
     /// Counts a write without a key that is handed over; its number among all.
@@ -244,12 +246,12 @@ impl Conflicts {
 pub(super) struct Hold {
     of: Arc<Conflicts>,
     id: EntryId,
+    /// Among those on its key.
+    number: u64,
     key: Arc<str>,
     /// How many calls had ended in doubt when it began.
     left: u64,
     place: Place,
-    /// Whether it is one layer's on a write that another one answers for, whose doubt it is.
-    passes: bool,
 }
 
 /// A write's place in the order, as of its last hand-over.
@@ -375,10 +377,10 @@ impl Hold {
         if lets_go != Err(ShutOut::KeyInDoubt) || state.was_left_since(self.left) {
             return Poll::Ready(());
         }
-        let old = match state.waiting.iter_mut().find(|(id, _)| *id == self.id) {
+        let old = match state.waiting.iter_mut().find(|(hold, _)| *hold == self.number) {
             Some((_, old)) => Some(mem::replace(old, waker)),
             None => {
-                state.waiting.push((self.id, waker));
+                state.waiting.push((self.number, waker));
                 None
             }
         };
@@ -401,9 +403,9 @@ impl Hold {
     /// It is in doubt: until that ends, later writes with its key are refused.
     pub(super) fn doubt(&self, method: &str) {
         if let Some(state) = self.of.lock().get_mut(&self.key)
-            && !state.doubts.iter().any(|(held, _)| *held == self.id)
+            && !state.doubts.iter().any(|(hold, _)| *hold == self.number)
         {
-            state.doubts.push((self.id, method.to_owned()));
+            state.doubts.push((self.number, (self.id, method.to_owned())));
         }
     }
 
@@ -411,7 +413,7 @@ impl Hold {
     pub(super) fn no_doubt(&self) {
         let woken = self.of.lock().get_mut(&self.key).and_then(|state| {
             let before = state.doubts.len();
-            state.doubts.retain(|(held, _)| *held != self.id);
+            state.doubts.retain(|(hold, _)| *hold != self.number);
             (state.doubts.len() < before).then(|| mem::take(&mut state.waiting))
         });
         wake_all(woken.into_iter().flatten().map(|(_, waker)| waker));
@@ -557,12 +559,10 @@ impl Drop for Passage {
 /// What is left of a doubt is in the ledger by then, or in the backlog.
 impl Drop for Hold {
     fn drop(&mut self) {
-        if !self.passes {
-            self.no_doubt();
-        }
+        self.no_doubt();
         let mut keys = self.of.lock();
         let Some(state) = keys.get_mut(&self.key) else { return };
-        let own = state.waiting.iter().position(|(id, _)| *id == self.id && !self.passes);
+        let own = state.waiting.iter().position(|(hold, _)| *hold == self.number);
         let own = own.map(|at| state.waiting.swap_remove(at));
         state.calls -= 1;
         if state.calls == 0 {
@@ -654,5 +654,27 @@ mod tests {
         drop(conflicts.enter("a".into(), id(3)).unwrap());
         drop(second);
         assert!(conflicts.lock().is_empty());
+    }
+
+    #[test]
+    fn the_end_of_a_copy_frees_no_key_that_another_one_has_in_doubt_and_takes_no_waker_of_it() {
+        let conflicts = Conflicts::new(Keys::default(), true);
+        let other = handed_over(&conflicts, "a", 1);
+        let [copy, early, late] = [(); 3].map(|()| handed_over(&conflicts, "a", 2));
+        other.doubt("refund");
+        let mut waits = task::spawn(std::future::poll_fn(|cx| copy.poll_others(cx)));
+        assert!(
+            waits.poll().is_pending()
+                && early.poll_others(&mut Context::from_waker(Waker::noop())).is_pending()
+        );
+        drop(early);
+        other.no_doubt();
+        assert!(waits.is_woken() && waits.poll().is_ready());
+        drop(waits);
+
+        copy.doubt("pay");
+        late.no_doubt();
+        drop(late);
+        assert_eq!(conflicts.enter("a".into(), id(3)).unwrap_err(), (id(2), "pay".to_owned()));
     }
 }
