@@ -1483,7 +1483,7 @@ mod tests {
     }
 
     fn guard() -> Guard {
-        Guard { ledger: NonZeroUsize::MIN, key: None }
+        Guard { ledger: NonZeroUsize::MIN, key: None, claims: false }
     }
 
     #[test]
