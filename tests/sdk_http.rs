@@ -38,7 +38,7 @@ use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},
-    sync::{Notify, Semaphore},
+    sync::{Notify, RwLock, Semaphore},
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
@@ -2003,14 +2003,53 @@ async fn a_call_whose_annotation_is_taken_back_while_it_waits_for_its_turn_is_no
     assert_eq!(server.effects(), ["y"]);
 }
 
+/// Events with an answer to each of the first requests.
+fn guesses() -> String {
+    let guess = |id| format!("data: {{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{}}}\n\n", appended());
+    (0..8).map(guess).collect()
+}
+
+/// Resolves every name as that address, as long as nobody holds the way.
+struct Names(SocketAddr, Arc<RwLock<()>>);
+
+impl reqwest::dns::Resolve for Names {
+    fn resolve(&self, _: reqwest::dns::Name) -> reqwest::dns::Resolving {
+        let (address, way) = (self.0, Arc::clone(&self.1));
+        Box::pin(async move {
+            let _ = way.read().await;
+            Ok(Box::new(std::iter::once(address)) as reqwest::dns::Addrs)
+        })
+    }
+}
+
+#[tokio::test]
+async fn what_the_stray_stream_says_of_a_write_that_waits_for_its_connection_does_not_cost_it_its_answer() {
+    let server = Server::start().await;
+    let (early, way) = (Gate::new(), Arc::<RwLock<()>>::default());
+    server.on(On::Get, Reply::sse().gate(&early).chunk(guesses()).stall());
+    let names = Names(server.address(), Arc::clone(&way));
+    let own = reqwest::Client::builder().dns_resolver(names).pool_max_idle_per_host(0).build().unwrap();
+    let url = format!("http://server.test:{}/mcp", server.address().port());
+    let connector = Connector::http((), Http::new(url).client(own));
+    let client = Arc::new(builder(connector).deadline(BOUND).build().unwrap());
+    connected(&server, &client).await;
+
+    let held = way.write().await;
+    let write = spawn(&client, append("x").within(ms(5_000)));
+    sleep(ms(200)).await;
+    early.open(1);
+    sleep(ms(200)).await;
+    assert_eq!(server.calls("append").len(), 0);
+    drop(held);
+    assert_eq!(word(&bounded("done", write).await.unwrap()), "ok");
+    assert_eq!(server.effects(), ["x"]);
+}
+
 #[tokio::test]
 async fn what_the_stray_stream_says_of_a_write_that_waits_for_its_turn_is_no_answer_to_it() {
     let server = Server::start().await;
     let (early, hold) = (Gate::new(), Gate::new());
-    let answers: String = (0..8)
-        .map(|id| format!("data: {{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{}}}\n\n", appended()))
-        .collect();
-    server.on(On::Get, Reply::sse().gate(&early).chunk(answers).stall());
+    server.on(On::Get, Reply::sse().gate(&early).chunk(guesses()).stall());
     let config = StreamableHttpClientTransportConfig::with_uri(server.url()).max_concurrent_requests(1);
     let client = Arc::new(builder(Connector::http((), config)).deadline(BOUND).build().unwrap());
     connected(&server, &client).await;

@@ -415,6 +415,12 @@ impl Inner {
         }
     }
 
+    /// Whether that is the id of a call that is not out, or of nothing that was asked so far: no answer to it is one.
+    pub(super) fn is_unasked(&self, id: i64) -> bool {
+        let state = self.lock();
+        id > state.last_id || state.sent.get(&id).is_some_and(|call| !call.is_out())
+    }
+
     /// An answer with that id came that the SDK cannot read: the call that waits for it, if one does.
     pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Arc<Exchange>> {
         let late = {
@@ -485,7 +491,7 @@ impl Inner {
             let in_flight = state.calls.len();
             let closure =
                 state.closure.get_or_insert_with(|| self.new_closure(reason.into(), in_flight)).clone();
-            state.sent.clear();
+            // Who waits for them takes them out of `sent`: until then a guess at what has not left is none here, too.
             state.watched.clear();
             (closure, mem::take(&mut state.calls), mem::take(&mut state.pauses))
         };
@@ -775,7 +781,9 @@ impl State {
 
     /// What was kept of a call that nobody waits for and that an answer with that id is to.
     fn late(&mut self, id: i64) -> Option<Late> {
-        let has_left = |call: &Arc<Exchange>| call.is_out() && !self.calls.contains_key(&call.key);
+        // A closure takes them out of `calls`, too, and there somebody may yet take the answer.
+        let has_left =
+            |call: &Arc<Exchange>| !self.calls.contains_key(&call.key) && call.is_given_up() && call.is_out();
         if self.sent.get(&id).is_some_and(has_left) {
             return self.sent.remove(&id).map(|call| Late::of_call(&call.request));
         }
@@ -1038,7 +1046,7 @@ impl Waiting {
         }
         if let Some(error) = self.exchange.poll_end(cx) {
             // One that came just before the end does, too.
-            return Poll::Ready(Some(match self.take_answer() {
+            return Poll::Ready(Some(match self.take_answer().filter(|_| self.may_be_answered()) {
                 Some(Ok(result)) => Ok(result),
                 Some(Err(error @ ServiceError::McpError(_))) => Err(self.judged(error)),
                 _ => Err(self.overtaken(error)),
@@ -1072,6 +1080,14 @@ impl Waiting {
         }
         let Some(answer) = &mut self.answer else { return Poll::Pending };
         match ready!(Pin::new(&mut answer.rx).poll(cx)) {
+            // Only of what the connection's end has withdrawn or cut: that end is there, or is about to be.
+            Ok(Ok(_) | Err(ServiceError::McpError(_))) if !self.may_be_answered() => {
+                self.answer = None;
+                match self.exchange.poll_end(cx) {
+                    Some(error) => Poll::Ready(Err(error)),
+                    None => Poll::Pending,
+                }
+            }
             Ok(Ok(result)) => Poll::Ready(Ok(result)),
             Ok(Err(error)) => {
                 // A transport that counts bytes has closed the connection by then, and knows more.
@@ -1098,6 +1114,11 @@ impl Waiting {
     /// The answer that is there and was not looked at.
     fn take_answer(&mut self) -> Option<Result<ServerResult, ServiceError>> {
         self.answer.as_mut()?.rx.try_recv().ok()
+    }
+
+    /// Whether what looks like the server's answer can be one: it may have read the call, and has not guessed its id.
+    fn may_be_answered(&self) -> bool {
+        self.exchange.said().is_some() || self.exchange.is_out()
     }
 
     /// The connection's end, which an answer that the SDK still had in its hands is too late for.

@@ -907,7 +907,10 @@ impl StreamableHttpClient for Client {
                 }
                 loop {
                     if let Some(event) = parser.next() {
-                        return Some((Ok(sse(event)), (response, parser, inner, false)));
+                        let mut event = sse(event);
+                        // Else the SDK would not wait for the real one any more.
+                        event.data = event.data.filter(|data| !is_unasked(&inner, data.as_bytes()));
+                        return Some((Ok(event), (response, parser, inner, false)));
                     }
                     let error: BoxError = match response.chunk().await {
                         Ok(Some(chunk)) => {
@@ -942,6 +945,12 @@ fn sse(event: Event) -> Sse {
 /// Whether an answer can be one: what is no call has left.
 fn has_left(exchange: Option<&Exchange>) -> bool {
     exchange.is_none_or(Exchange::has_left)
+}
+
+/// Whether it is an answer that can be none.
+fn is_unasked(inner: &Inner, message: &[u8]) -> bool {
+    let answer = Envelope::of(message).filter(Envelope::is_answer);
+    answer.and_then(|answer| answer.number()).is_some_and(|id| inner.is_unasked(id))
 }
 
 /// An answer came that the SDK cannot read. Where nobody waits for it any more it may be a late success.
