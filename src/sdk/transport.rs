@@ -3,8 +3,10 @@
 
 use std::{
     collections::VecDeque,
-    fmt, io,
-    pin::Pin,
+    fmt,
+    future::poll_fn,
+    io,
+    pin::{Pin, pin},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -22,6 +24,7 @@ use rmcp::{
 use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadHalf, WriteHalf},
+    task::unconstrained,
     time::{Sleep, sleep},
 };
 use tokio_util::{codec::Decoder, io::poll_read_buf};
@@ -236,6 +239,10 @@ pub(super) struct Pipe {
     input: BytesMut,
     /// A batch that is worked off before anything else is read.
     batch: Option<Batch>,
+    /// Whether there may be something in the input that was not looked at.
+    unread: bool,
+    /// How much is looked at before others have their turn.
+    portion: usize,
     ready: VecDeque<ServerJsonRpcMessage>,
     /// The child's own exit: a grandchild may keep its output open for ever.
     exited: Option<BoxFuture<()>>,
@@ -255,6 +262,8 @@ impl Pipe {
             lines: Lines::new(MAX_LINE),
             input: BytesMut::new(),
             batch: None,
+            unread: false,
+            portion: Batch::PORTION,
             ready: VecDeque::new(),
             exited: Some(exited),
             draining: None,
@@ -268,17 +277,16 @@ impl Pipe {
             if let Some(message) = self.ready.pop_front() {
                 return Poll::Ready(Some(message));
             }
-            if let Some(mut batch) = self.batch.take() {
-                let mut portion = Batch::PORTION;
-                let is_over = batch.texts(&mut portion, |message| match message {
-                    Ok(message) => self.read_message(message.as_bytes()),
-                    Err(_) => self.ignore(false),
-                });
-                if !is_over {
-                    self.batch = Some(batch);
-                    cx.waker().wake_by_ref();
-                    return Poll::Pending;
+            if self.portion == 0 {
+                self.portion = Batch::PORTION;
+                // What never runs empty hides the child's exit no more than what others have to do.
+                if !self.ended && self.poll_exit(cx).is_ready() {
+                    self.let_go();
                 }
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            if self.unread {
                 self.work_off();
                 continue;
             }
@@ -287,8 +295,12 @@ impl Pipe {
                 self.input.reserve(READ);
             }
             let read = match poll_read_buf(Pin::new(reader), cx, &mut self.input) {
-                Poll::Ready(read) => read,
+                Poll::Ready(read) => {
+                    self.portion -= 1;
+                    read
+                }
                 Poll::Pending => {
+                    self.portion = Batch::PORTION;
                     ready!(self.poll_exit(cx));
                     Ok(0)
                 }
@@ -305,22 +317,44 @@ impl Pipe {
         }
     }
 
-    /// Reads what is there, up to a batch.
+    /// Reads what is there, as far as the portion goes.
     fn work_off(&mut self) {
+        self.unread = true;
         let mut input = std::mem::take(&mut self.input);
-        while self.batch.is_none() {
+        while self.portion > 0 {
+            if let Some(mut batch) = self.batch.take() {
+                let mut portion = self.portion;
+                let is_over = batch.texts(&mut portion, |message| match message {
+                    Ok(message) => self.read_message(message.as_bytes()),
+                    Err(_) => self.ignore(false),
+                });
+                self.portion = portion;
+                if !is_over {
+                    self.batch = Some(batch);
+                }
+                continue;
+            }
             let piece = match self.ended {
                 false => self.lines.decode(&mut input),
                 true => self.lines.decode_eof(&mut input),
             };
-            let Ok(Some(piece)) = piece else { break };
+            let Ok(Some(piece)) = piece else {
+                self.unread = false;
+                break;
+            };
+            self.portion -= 1;
             self.read(piece);
         }
         self.input = input;
     }
 
-    /// Ready when the child has exited and what was in the pipe has had its time.
+    /// Ready when the child has exited and what was in the pipe has had its time; also where reading has used up the
+    /// task's turn.
     fn poll_exit(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        pin!(unconstrained(poll_fn(|cx| self.poll_drained(cx)))).poll(cx)
+    }
+
+    fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if let Some(exited) = &mut self.exited {
             ready!(exited.as_mut().poll(cx));
             self.exited = None;
@@ -391,6 +425,7 @@ impl Pipe {
     /// read holds up has its own hold, and lets go when the SDK's task ends.
     fn let_go(&mut self) {
         self.ended = true;
+        self.unread = true;
         self.reader = None;
         if let Ok(mut writer) = self.writer.try_lock() {
             *writer = None;
@@ -468,7 +503,7 @@ impl AnyTransport for Pipe {
     }
 
     fn receive(&mut self) -> Receiving<'_> {
-        Box::pin(std::future::poll_fn(|cx| self.poll_receive(cx)))
+        Box::pin(poll_fn(|cx| self.poll_receive(cx)))
     }
 
     fn close(&mut self) -> Pin<Box<dyn Future<Output = Result<(), TransportError>> + Send + '_>> {
