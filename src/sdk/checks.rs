@@ -1,8 +1,6 @@
 //! The ready-made effect checks, for the SDK's requests.
 
-use rmcp::model::{
-    CallToolRequestParams, ClientRequest, JsonObject, ReadResourceRequestParams, ServerResult,
-};
+use rmcp::model::{CallToolRequestParams, JsonObject, ReadResourceRequestParams, ServerResult};
 use serde_json::Value;
 
 use super::Request;
@@ -57,15 +55,10 @@ impl Subject for Request {
     type Response = ServerResult;
 
     fn tool_call(&self) -> Result<Option<Value>, BoxError> {
-        match &**self {
-            ClientRequest::CallToolRequest(call) => {
-                let arguments = call.params.arguments.clone().unwrap_or_default();
-                let name = Value::from(&*call.params.name);
-                let params = [("name".to_owned(), name), ("arguments".to_owned(), Value::Object(arguments))];
-                Ok(Some(Value::Object(params.into_iter().collect::<JsonObject>())))
-            }
-            _ => Ok(None),
-        }
+        let Some(name) = self.tool_name() else { return Ok(None) };
+        let arguments = self.arguments().cloned().unwrap_or_default();
+        let params = [("name".to_owned(), name.into()), ("arguments".to_owned(), Value::Object(arguments))];
+        Ok(Some(Value::Object(params.into_iter().collect::<JsonObject>())))
     }
 
     fn reading(method: &'static str, params: Value) -> Result<Self, BoxError> {

@@ -92,11 +92,7 @@ impl Request {
     pub fn tool_name(&self) -> Option<&str> {
         match &self.request {
             ClientRequest::CallToolRequest(call) => Some(&call.params.name),
-            // Written by hand.
-            ClientRequest::CustomRequest(call) if call.method == "tools/call" => {
-                call.params.as_ref()?.get("name")?.as_str()
-            }
-            _ => None,
+            _ => self.by_hand(&["tools/call"], "name")?.as_str(),
         }
     }
 
@@ -104,10 +100,7 @@ impl Request {
     pub fn arguments(&self) -> Option<&JsonObject> {
         match &self.request {
             ClientRequest::CallToolRequest(call) => call.params.arguments.as_ref(),
-            ClientRequest::CustomRequest(call) if call.method == "tools/call" => {
-                call.params.as_ref()?.get("arguments")?.as_object()
-            }
-            _ => None,
+            _ => self.by_hand(&["tools/call"], "arguments")?.as_object(),
         }
     }
 
@@ -143,9 +136,33 @@ impl Request {
             ClientRequest::ListPromptsRequest(r) => &r.params,
             ClientRequest::ListResourcesRequest(r) => &r.params,
             ClientRequest::ListResourceTemplatesRequest(r) => &r.params,
-            _ => return None,
+            _ => return self.by_hand(&LISTS, "cursor")?.as_str(),
         };
         params.as_ref()?.cursor.as_deref()
+    }
+
+    /// The resource whose changes the server is to tell.
+    pub(super) fn subscribes_to(&self) -> Option<&str> {
+        match &self.request {
+            ClientRequest::SubscribeRequest(r) => Some(&r.params.uri),
+            _ => self.by_hand(&["resources/subscribe"], "uri")?.as_str(),
+        }
+    }
+
+    /// The resource whose changes it is not to tell any more.
+    pub(super) fn unsubscribes_from(&self) -> Option<&str> {
+        match &self.request {
+            ClientRequest::UnsubscribeRequest(r) => Some(&r.params.uri),
+            _ => self.by_hand(&["resources/unsubscribe"], "uri")?.as_str(),
+        }
+    }
+
+    /// That parameter of a request of one of these methods that is written by hand.
+    fn by_hand(&self, methods: &[&str], name: &str) -> Option<&Value> {
+        match &self.request {
+            ClientRequest::CustomRequest(r) if methods.contains(&&*r.method) => r.params.as_ref()?.get(name),
+            _ => None,
+        }
     }
 
     /// The same request with another context.
@@ -153,6 +170,9 @@ impl Request {
         Self { request: self.request.clone(), context }
     }
 }
+
+/// The lists that have pages.
+const LISTS: [&str; 4] = ["tools/list", "prompts/list", "resources/list", "resources/templates/list"];
 
 /// A list's request with these parameters.
 fn list<R: List>(params: Option<PaginatedRequestParams>) -> ClientRequest {

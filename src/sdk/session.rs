@@ -102,6 +102,20 @@ impl Memory {
         self.tools.decide(request.context(), request.method(), || request.params(), annotated)
     }
 
+    fn subscribed(&self, uri: &str) {
+        let mut state = self.lock();
+        if state.subscriptions.len() < MAX_SUBSCRIPTIONS && state.known.insert(uri.to_owned()) {
+            state.subscriptions.push(uri.to_owned());
+        }
+    }
+
+    fn unsubscribed(&self, uri: &str) {
+        let mut state = self.lock();
+        if state.known.remove(uri) {
+            state.subscriptions.retain(|known| known != uri);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -113,30 +127,22 @@ pub(super) struct Lesson;
 impl Lesson {
     pub(super) fn learn(inner: &Inner, request: &Request, outcome: &mut Result<ServerResult, CallError>) {
         let memory = &inner.memory;
-        match (&**request, outcome) {
-            (ClientRequest::SetLevelRequest(_), Ok(_)) => {
+        match outcome {
+            Ok(_) if request.method() == "logging/setLevel" => {
                 memory.lock().level = Some((**request).clone());
             }
-            (ClientRequest::SubscribeRequest(r), Ok(_)) => {
-                let mut state = memory.lock();
-                let uri = &r.params.uri;
-                if state.subscriptions.len() < MAX_SUBSCRIPTIONS && state.known.insert(uri.clone()) {
-                    state.subscriptions.push(uri.clone());
-                }
-            }
-            // Whatever came of it, nobody wants the subscription back on the next connection.
-            (ClientRequest::UnsubscribeRequest(r), _) => {
-                let mut state = memory.lock();
-                if state.known.remove(&r.params.uri) {
-                    state.subscriptions.retain(|uri| *uri != r.params.uri);
-                }
-            }
-            (_, Ok(result)) => {
-                if let Some(cursor) = next_cursor(result) {
+            Ok(result) => {
+                if let Some(uri) = request.subscribes_to() {
+                    memory.subscribed(uri);
+                } else if let Some(cursor) = next_cursor(result) {
                     inner.hands_out(&cursor);
                 }
             }
-            (_, Err(error)) => inner.judge_effect(request, error),
+            Err(error) => inner.judge_effect(request, error),
+        }
+        // Whatever came of it, nobody wants the subscription back on the next connection.
+        if let Some(uri) = request.unsubscribes_from() {
+            memory.unsubscribed(uri);
         }
     }
 }
@@ -147,6 +153,8 @@ fn next_cursor(result: &ServerResult) -> Option<String> {
         ServerResult::ListPromptsResult(page) => page.next_cursor.clone(),
         ServerResult::ListResourcesResult(page) => page.next_cursor.clone(),
         ServerResult::ListResourceTemplatesResult(page) => page.next_cursor.clone(),
+        // One that the SDK has no type for.
+        ServerResult::CustomResult(page) => page.0.get("nextCursor")?.as_str().map(str::to_owned),
         _ => None,
     }
 }

@@ -24,7 +24,8 @@ use tokio::{
         AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream, ReadBuf, ReadHalf,
         WriteHalf, duplex, split,
     },
-    time::{Instant, sleep},
+    sync::oneshot,
+    time::{Instant, advance, sleep},
 };
 use tokio_test::task::{self, Spawn};
 use tower::Service;
@@ -35,14 +36,14 @@ use super::{
     evidence::seen,
     exchange::Exchange,
     session::Memory,
-    transport::{Pipe, Witness},
+    transport::{AnyTransport, Pipe, Witness},
 };
 use crate::{
     Activity, Basis, Call, CallContext, CallError, Cause, Deadline, Delivery, Effect, Event, Refusal,
     call::Gate,
     connection::BoxFuture,
     event::{Events, Peer},
-    mcp::{Catalog, ToolRules},
+    mcp::{Catalog, ToolRules, checks::Subject},
     write_safety::Fence,
 };
 
@@ -474,6 +475,26 @@ async fn what_is_said_before_the_pipe_has_accepted_all_of_a_call_but_its_newline
     }
 }
 
+/// Its caller's task has its turn after the SDK's.
+#[tokio::test(start_paused = true)]
+async fn what_is_said_when_the_connection_has_closed_is_no_answer_to_what_that_has_withdrawn_or_cut() {
+    let answers = [r#""result":{"content":[]}"#, r#""error":{"code":1,"message":"m"}"#];
+    for (accepted, answer) in answers.into_iter().flat_map(|answer| [(0, answer), (1, answer)]) {
+        // The SDK takes what there is in any order.
+        for _ in 0..20 {
+            let lab = Lab::new().await;
+            lab.leave_room(accepted);
+            let mut first = lab.begin_held_up(tool("first")).await;
+            lab.says(&format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#)).await;
+            lab.connection.close();
+            settle().await;
+            let delivery = if accepted == 0 { Delivery::NotSent } else { Delivery::NotProcessed };
+            assert_eq!(failed(&mut first).delivery(), delivery, "{accepted} {answer}");
+            assert!(lab.asked().is_empty());
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_request_that_has_not_left_when_its_response_is_there_does_not_leave_any_more() {
     let exchange = Exchange::new(tool("first"), 1, 0);
@@ -517,6 +538,7 @@ async fn a_call_that_is_written_by_hand_is_judged_by_its_tool_as_others_are() {
         let params = json!({ "name": name, "arguments": { "x": 1 } });
         let mut request = Request::new(CustomRequest::new("tools/call", Some(params)));
         assert_eq!((request.tool_name(), request.arguments().unwrap()["x"].as_i64()), (Some(name), Some(1)));
+        assert_eq!(request.tool_call().unwrap(), Some(json!({ "name": name, "arguments": { "x": 1 } })));
         request.context_mut().stamp(Effect::ReadOnly, Basis::TrustedAnnotation);
         let answer = lab.connection.clone().call(request).await;
         assert_eq!(answer.is_ok(), reads, "{answer:?}");
@@ -543,6 +565,55 @@ async fn a_long_batch_leaves_others_their_turn_and_is_read_to_its_end() {
     assert_eq!(lab.connection.ignored() - ignored, JUNK as u64);
     // It is looked at twice, since half a batch is none.
     assert!(turns.load(Ordering::Relaxed) > 2 * JUNK / 1_000);
+}
+
+/// A pipe into which something writes the same again and again, faster than anybody reads.
+struct Flooded(&'static [u8]);
+
+impl AsyncRead for Flooded {
+    fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        // As much as there may be in a pipe.
+        let count = buf.remaining().min(4 << 10) / self.0.len();
+        buf.put_slice(&self.0.repeat(count));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Flooded {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Ready(Ok(buf.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pipe_that_something_floods_leaves_others_their_turn_and_ends_soon_after_its_child() {
+    let notification =
+        br#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":1}}
+"#;
+    for flood in [&b"y\n"[..], b"yyyy", b"[1,2]\n", notification] {
+        let (exit, exited) = oneshot::channel::<()>();
+        let memory = Arc::new(Memory::new(ToolRules::new()));
+        let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
+        let mut pipe = Pipe::new(inner, Flooded(flood), Box::pin(async move { drop(exited.await) }));
+        let mut reading = task::spawn(async move { while pipe.receive().await.is_some() {} });
+        // The last of them finds it out.
+        let mut turns = |count| (0..count).all(|_| reading.poll().is_pending() && reading.is_woken());
+        assert!(turns(2));
+        advance(SECOND).await;
+        assert!(turns(2));
+        exit.send(()).unwrap();
+        assert!(turns(2));
+        advance(SECOND).await;
+        assert!(!turns(100), "{}", flood.escape_ascii());
+    }
 }
 
 /// Tokio gives a task 128 polls a turn.
