@@ -16,6 +16,7 @@
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     future::{Future, pending, poll_fn},
+    ops::Deref,
     pin::Pin,
     sync::{
         Arc, Mutex, OnceLock,
@@ -26,40 +27,30 @@ use std::{
 };
 
 use goaround::{
-    Activity, BoxError, Call, CallError, DeadlineLayer, Effect, Event, Evidence, Exit, InDoubt, Outcome,
-    ReconnectLayer, Resolve, RetryReadOnly, Tagged, Verdict, WriteSafetyLayer,
+    DeadlineLayer, Effect, Event, Outcome, Resolve,
     write_safety::{
-        FenceBasis, KeyedAnswer, KeyedWrites,
+        FenceBasis,
         ledger::{self, Entry, EntryId, Ledger, LedgerError},
     },
 };
 use tokio::{
-    sync::{Notify, oneshot},
+    sync::oneshot,
     time::{Instant, sleep, sleep_until, timeout},
 };
-use tower::{Layer, Service, ServiceExt, util::BoxCloneService};
+use tower::{Layer, Service, util::BoxCloneService};
 
-fn ms(n: u64) -> Duration {
-    Duration::from_millis(n)
-}
+mod lab;
+#[path = "lab/worlds.rs"]
+mod worlds;
+
+use lab::ms;
+use worlds::{
+    Boxed, Called, Client, Conn, Connection, Frame, Options, Passed, Sender, State, check, count, request,
+    seeds, wrong_in,
+};
 
 /// How long a process is stopped at most.
 const LONGEST_STOP: u64 = 8_000;
-
-#[derive(Clone, Debug)]
-struct Put {
-    token: u32,
-    key: Option<String>,
-}
-
-type Req = Tagged<Put>;
-type Checked = Pin<Box<dyn Future<Output = Result<Verdict<u32>, BoxError>> + Send>>;
-type Answer = Pin<Box<dyn Future<Output = Result<u32, CallError>> + Send>>;
-type Boxed = BoxCloneService<Req, u32, CallError>;
-
-fn request(token: u32, effect: Effect) -> Req {
-    Tagged::new(Put { token, key: None }, effect).named(token.to_string())
-}
 
 // ===== What a world is like =====
 
@@ -74,29 +65,12 @@ enum Lie {
     Early,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Plan {
     lie: Option<Lie>,
-    quarantine: Option<u64>,
-    attempt_timeout: Option<u64>,
-    check: bool,
-    look: bool,
-    trust: Vec<Evidence>,
-    keyed: bool,
-    idempotent: bool,
-    landed_with: bool,
-    /// 0 none, 1 key, 2 independent.
-    conflict: u32,
-    keys: u32,
-    marks: bool,
+    options: Options,
     /// How late what was sent is marked, at most.
     marks_late: u64,
-    reconnect: bool,
-    /// How many of a hundred connections are closed when they come.
-    dead: u32,
-    ends: bool,
-    max_checks: usize,
-    deadline: u64,
     processes: u32,
     /// Of each process.
     writes: u32,
@@ -104,7 +78,6 @@ struct Plan {
     store_fails: u32,
     store_late: u64,
     lease: u64,
-    leaves: u32,
     /// How long a frame is in the queue, and again on its way to its last byte, at most.
     stall: u64,
     /// How long a process waits at most until it looks for what is left.
@@ -114,59 +87,34 @@ struct Plan {
 fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
     // That shows only where somebody looks soon, and not at what is not sent yet.
     let gone = lie == Some(Lie::Gone);
-    let check = rng.u32(0..100) < 85;
-    let mut trust = Vec::new();
-    if rng.u32(0..3) == 0 {
-        trust.push(Evidence::TooManyRequests);
-    }
-    if rng.u32(0..4) == 0 {
-        trust.push(Evidence::Unavailable);
-    }
     let one_task = rng.u32(0..40) == 0;
-    let writes = if one_task { rng.u32(140..260) } else { rng.u32(1..6) };
+    let mut options = Options { late: lie == Some(Lie::Late), ..Options::draw(rng) };
+    if gone {
+        options.quarantine = Some(rng.u64(200..400));
+    }
+    if one_task {
+        (options.keys, options.max_checks) = (rng.u32(2..200), rng.usize(1..40));
+    }
     Plan {
         lie,
-        quarantine: (gone || rng.u32(0..100) < 75).then(|| rng.u64(200..if gone { 400 } else { 6000 })),
-        attempt_timeout: (rng.u32(0..100) < 70).then(|| rng.u64(50..6000)),
-        check,
-        look: check && rng.bool(),
-        trust,
-        keyed: rng.u32(0..100) < 15,
-        idempotent: rng.u32(0..100) < 10,
-        landed_with: rng.bool(),
-        conflict: rng.u32(0..3),
-        keys: if one_task { rng.u32(2..200) } else { rng.u32(1..4) },
-        marks: rng.u32(0..3) > 0,
+        options,
         marks_late: if rng.bool() { 0 } else { rng.u64(0..3000) },
-        reconnect: rng.bool(),
-        dead: rng.u32(0..120).saturating_sub(80),
-        ends: rng.bool(),
-        max_checks: if one_task { rng.usize(1..40) } else { rng.usize(1..3) },
-        deadline: rng.u64(200..20_000),
         processes: if one_task { 1 + rng.u32(0..2) } else { rng.u32(1..4) },
-        writes,
+        writes: if one_task { rng.u32(140..260) } else { rng.u32(1..6) },
         one_task,
         store_fails: if rng.bool() { 0 } else { rng.u32(0..30) },
         store_late: if rng.bool() { 100 } else { rng.u64(0..3000) },
         lease: rng.u64(500..10_000),
-        leaves: if rng.bool() { 0 } else { rng.u32(0..40) },
         stall: if rng.bool() && !gone { 4_000 } else { rng.u64(0..30_000) },
         looks: rng.u64(300..if gone { 2_000 } else { 25_000 }),
     }
 }
 
+/// What is known of writes besides what the server and the layers say.
 #[derive(Default)]
-struct State {
-    /// Of each write: how many copies have begun to take effect, and how many are done.
-    begun: HashMap<u32, u32>,
-    done: HashMap<u32, u32>,
-    /// Copies that are at work, or will be.
-    at_work: HashMap<u32, u32>,
+struct Notes {
     /// Frames that may still go.
     queued: HashMap<u32, u32>,
-    keys: HashMap<String, u32>,
-    log: Vec<String>,
-    order: Vec<Passed>,
     /// When a success came to where it was still waited for.
     answered: HashMap<u32, Instant>,
     /// Replayed by another process.
@@ -174,56 +122,28 @@ struct State {
     /// The ledger has told its owner that somebody else has it.
     said: HashMap<u32, Instant>,
     wrong: Vec<String>,
-    doubts: HashMap<u32, u32>,
-    abandoned: HashMap<u32, u32>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Passed {
-    HandedOver(u32),
-    /// To the server, to its last byte.
-    Sent(u32),
-    Claimed(u32),
-    Called(u32),
-    /// Its process was told that nobody knows what became of it.
-    Doubtful(u32),
-    /// The ledger has its end.
-    Closed(u32),
-}
-
+/// One as in `tests/worlds.rs`, and what it has besides.
 #[derive(Clone)]
 struct World {
+    common: worlds::World,
     plan: Arc<Plan>,
-    rng: Arc<Mutex<fastrand::Rng>>,
-    state: Arc<Mutex<State>>,
+    notes: Arc<Mutex<Notes>>,
     table: Arc<Mutex<Table>>,
-    start: Instant,
-    conns: Arc<AtomicU64>,
-    /// Nothing fails any more.
-    calm: Arc<AtomicBool>,
+}
+
+impl Deref for World {
+    type Target = worlds::World;
+    fn deref(&self) -> &worlds::World {
+        &self.common
+    }
 }
 
 impl World {
-    fn log(&self, what: impl Into<String>) {
-        let at = self.start.elapsed().as_millis();
-        self.state.lock().unwrap().log.push(format!("{at} {}", what.into()));
-    }
     fn wrong(&self, what: String) {
         self.log(format!("WRONG: {what}"));
-        self.state.lock().unwrap().wrong.push(what);
-    }
-    fn chance(&self, percent: u32) -> bool {
-        self.rng.lock().unwrap().u32(0..100) < percent
-    }
-    fn fault(&self, percent: u32) -> bool {
-        self.chance(percent) && !self.calm.load(Ordering::Relaxed)
-    }
-    fn pick(&self, n: u32) -> u32 {
-        self.rng.lock().unwrap().u32(0..n)
-    }
-    fn wait(&self, most: u64) -> Duration {
-        let mut rng = self.rng.lock().unwrap();
-        if rng.u32(0..4) == 0 { Duration::ZERO } else { ms(rng.u64(0..=most)) }
+        self.notes.lock().unwrap().wrong.push(what);
     }
     /// In the table.
     fn settle(&self, entry: &mut Entry, revision: u64, to: ledger::State) -> Result<u64, LedgerError> {
@@ -236,13 +156,6 @@ impl World {
     }
     fn same_process(&self, one: u32, other: u32) -> bool {
         one % self.plan.processes == other % self.plan.processes
-    }
-    fn touches(&self, one: u32, other: u32) -> bool {
-        match self.plan.conflict {
-            0 => true,
-            1 => one % self.plan.keys == other % self.plan.keys,
-            _ => false,
-        }
     }
 }
 
@@ -285,12 +198,6 @@ impl Process {
 
     fn is_dead(&self) -> bool {
         self.now.lock().unwrap().dead
-    }
-
-    /// Whether no byte of it reaches the server any more.
-    fn is_cut(&self) -> bool {
-        let now = self.now.lock().unwrap();
-        now.dead || now.cut
     }
 
     /// A future of it has no turn while it is stopped, nor once it is dead.
@@ -375,107 +282,16 @@ impl Process {
         Handle(self.clone())
     }
 
-    fn connection(self: &Arc<Self>) -> Connection {
-        let number = self.world.conns.fetch_add(1, Ordering::Relaxed) + 1;
-        let conn = Arc::new(Conn { number, ..Conn::default() });
-        self.conns.lock().unwrap().push(conn.clone());
-        Connection(self.clone(), conn)
-    }
-
-    /// What is below its write safety.
-    fn below(self: &Arc<Self>) -> Boxed {
-        match self.world.plan.reconnect {
-            true => {
-                let layer = ReconnectLayer::once();
-                BoxCloneService::new(RetryReadOnly.layer(layer.layer(Connector(self.clone()))))
-            }
-            false => BoxCloneService::new(RetryReadOnly.layer(self.connection())),
-        }
-    }
-
-    fn sink(self: &Arc<Self>) -> impl Fn(Event<'_>) + Send + Sync + Clone + 'static {
-        let process = self.clone();
-        move |event| {
-            if process.is_dead() {
-                return;
-            }
-            let mut state = process.world.state.lock().unwrap();
-            let state = &mut *state;
-            match event {
-                Event::InDoubt(report) => {
-                    let token = report.method.parse().unwrap();
-                    *state.doubts.entry(token).or_default() += 1;
-                    if report.outcome == Some(Outcome::Unknown) {
-                        state.order.push(Passed::Doubtful(token));
-                    }
-                }
-                Event::Abandoned(report) => {
-                    let token = report.method.parse().unwrap();
-                    *state.abandoned.entry(token).or_default() += 1;
-                    if report.outcome == Some(Outcome::Unknown) {
-                        state.order.push(Passed::Doubtful(token));
-                    }
-                }
-                _ => {}
-            }
-        }
-    }
-
     fn stack(self: &Arc<Self>) -> Boxed {
-        let (world, plan) = (&self.world, &*self.world.plan);
-        let mut layer = match plan.check {
-            true => WriteSafetyLayer::new(check(world.clone())),
-            false => WriteSafetyLayer::refuse(),
-        };
-        if let Some(quarantine) = plan.quarantine.filter(|_| plan.check) {
-            layer = layer.quarantine(ms(quarantine));
-        }
-        if let Some(timeout) = plan.attempt_timeout {
-            layer = layer.attempt_timeout(ms(timeout));
-        }
-        if plan.look {
-            layer = layer.look_first();
-        }
-        for &evidence in &plan.trust {
-            layer = layer.trust(evidence);
-        }
-        if plan.keyed {
-            let keyed = KeyedWrites::new(|request: &mut Req, key: &str| {
-                request.get_mut().key = Some(key.to_owned());
-                true
-            });
-            layer = layer.keyed(keyed.honoured_for(ms(1_000_000)).answers(keyed_answer));
-        }
-        if plan.idempotent {
-            layer = layer.replay_idempotent();
-        }
-        if plan.landed_with {
-            layer = layer.landed_with(|request: &Req| request.token);
-        }
-        let keys = plan.keys;
-        layer = match plan.conflict {
-            0 => layer,
-            1 => layer.conflict_key(move |request: &Req| Some(request.token % keys)),
-            _ => layer.independent_writes(),
-        };
-        let layer = layer.max_checks(plan.max_checks).ledger(self.handle());
-        let notes = world.clone();
-        let below = self.below().map_request(move |request: Req| {
-            if request.effect().is_write() {
-                notes.state.lock().unwrap().order.push(Passed::HandedOver(request.token));
+        let process = self.clone();
+        let sink = move |event: Event<'_>| {
+            if !process.is_dead() {
+                process.world.state.lock().unwrap().hears(event);
             }
-            request
-        });
-        let deadline = DeadlineLayer::new(ms(plan.deadline)).on_event(self.sink());
-        BoxCloneService::new(deadline.layer(layer.layer(below)))
-    }
-}
-
-fn keyed_answer(answer: Result<&u32, &CallError>) -> Option<KeyedAnswer<u32>> {
-    match std::error::Error::source(answer.err()?)?.to_string().as_str() {
-        "exists" => Some(KeyedAnswer::Landed(None)),
-        "in flight" => Some(KeyedAnswer::InFlight { recheck_after: ms(500) }),
-        _ => None,
+        };
+        let layer = self.world.layer().ledger(self.handle());
+        let deadline = DeadlineLayer::new(ms(self.world.options.deadline)).on_event(sink);
+        BoxCloneService::new(deadline.layer(layer.layer(self.world.notes(self.below()))))
     }
 }
 
@@ -647,8 +463,8 @@ impl Handle {
                 if id.owner() == process.owner
                     && let Some(token) = token
                 {
-                    let mut state = process.world.state.lock().unwrap();
-                    state.said.entry(token).or_insert_with(Instant::now);
+                    let mut notes = process.world.notes.lock().unwrap();
+                    notes.said.entry(token).or_insert_with(Instant::now);
                 }
                 LedgerError::Conflict(self.inside(id))
             }
@@ -671,7 +487,7 @@ impl Ledger for Handle {
     async fn enter(&self, mut entry: Entry) -> Result<u64, LedgerError> {
         this_run().get_or_init(|| entry.id.owner());
         entry.id = self.outside(entry.id);
-        let (owner, independent, token) = (self.0.owner, self.0.world.plan.conflict == 2, token(&entry));
+        let (owner, independent, token) = (self.0.owner, self.0.world.options.conflict == 2, token(&entry));
         let entered = self.step(move |table| table.enter(owner, entry, independent)).await;
         self.0.world.log(format!("ledger: {token} entered: {entered:?}"));
         entered.map_err(|error| self.heard(error))
@@ -691,7 +507,7 @@ impl Ledger for Handle {
         let id = self.outside(id);
         let (owner, world) = (self.0.owner, self.0.world.clone());
         let act = move |table: &mut Table| {
-            let claimed = table.claim(owner, id, revision, world.plan.conflict == 2)?;
+            let claimed = table.claim(owner, id, revision, world.options.conflict == 2)?;
             let token = token(&table.row(id)?.entry);
             world.state.lock().unwrap().order.push(Passed::Claimed(token));
             Ok(claimed)
@@ -703,7 +519,7 @@ impl Ledger for Handle {
 
     async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
         let (owner, plan) = (self.0.owner, &self.0.world.plan);
-        let bound = ms(plan.deadline + LONGEST_STOP + 2 * plan.stall + plan.store_late * 2);
+        let bound = ms(plan.options.deadline + LONGEST_STOP + 2 * plan.stall + plan.store_late * 2);
         let mut listed = self.step(move |table| Ok(table.in_doubt(owner, bound))).await?;
         listed.iter_mut().for_each(|entry| entry.id = self.inside(entry.id));
         Ok(listed)
@@ -762,257 +578,35 @@ async fn renew(process: Arc<Process>) {
 
 // ===== Connections =====
 
-#[derive(Default)]
-struct Conn {
-    number: u64,
-    closed: AtomicBool,
-    gone: AtomicBool,
-    told: Notify,
-}
+impl Client for Arc<Process> {
+    fn world(&self) -> &worlds::World {
+        &self.world
+    }
 
-impl World {
-    fn close(&self, conn: &Arc<Conn>) {
-        if conn.closed.swap(true, Ordering::SeqCst) {
+    fn is_cut(&self) -> bool {
+        let now = self.now.lock().unwrap();
+        now.dead || now.cut
+    }
+
+    fn has(&self, conn: &Arc<Conn>) {
+        self.conns.lock().unwrap().push(conn.clone());
+    }
+
+    fn send(&self, over: Connection<Self>, frame: Arc<Frame>, reply: Sender) {
+        if self.is_cut() {
             return;
         }
-        self.log(format!("connection {} closes", conn.number));
-        conn.told.notify_waiters();
-        let (conn, world) = (conn.clone(), self.clone());
-        let lives_on = self.wait(3000);
-        tokio::spawn(async move {
-            sleep(lives_on).await;
-            if world.plan.ends {
-                conn.gone.store(true, Ordering::SeqCst);
-                world.log(format!("server {} is gone", conn.number));
-                conn.told.notify_waiters();
-            }
-        });
-    }
-}
-
-async fn until(flag: &AtomicBool, conn: &Conn) {
-    loop {
-        let told = conn.told.notified();
-        if flag.load(Ordering::SeqCst) {
-            return;
-        }
-        told.await;
-    }
-}
-
-fn closed(world: &World, conn: &Arc<Conn>) -> CallError {
-    let error = CallError::closed("closed");
-    if !world.plan.ends {
-        return error;
-    }
-    let conn = conn.clone();
-    let error = error.with_exit(async move {
-        until(&conn.gone, &conn).await;
-        Exit::new(None, true)
-    });
-    error.exit_ends_effects()
-}
-
-#[derive(Clone)]
-struct Connector(Arc<Process>);
-
-impl Service<()> for Connector {
-    type Response = Connection;
-    type Error = BoxError;
-    type Future = Pin<Box<dyn Future<Output = Result<Connection, BoxError>> + Send>>;
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-    fn call(&mut self, (): ()) -> Self::Future {
-        let process = self.0.clone();
-        Box::pin(async move {
-            let world = process.world.clone();
-            sleep(world.wait(1500)).await;
-            if process.is_cut() || world.fault(8) {
-                return Err("no".into());
-            }
-            let connection = process.connection();
-            if world.fault(world.plan.dead) {
-                world.close(&connection.1);
-            }
-            Ok(connection)
-        })
-    }
-}
-
-#[derive(Clone)]
-struct Connection(Arc<Process>, Arc<Conn>);
-
-impl Connection {
-    fn is_closed(&self) -> bool {
-        self.1.closed.load(Ordering::SeqCst) && self.0.world.plan.reconnect
-    }
-}
-
-impl Service<Req> for Connection {
-    type Response = u32;
-    type Error = CallError;
-    type Future = Answer;
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CallError>> {
-        match self.is_closed() {
-            true => Poll::Ready(Err(CallError::closed("closed before"))),
-            false => Poll::Ready(Ok(())),
-        }
-    }
-    fn call(&mut self, request: Req) -> Answer {
-        match request.effect().is_write() {
-            true => Box::pin(write(self.clone(), request)),
-            false => Box::pin(read(self.clone(), request.token)),
-        }
-    }
-}
-
-async fn read(connection: Connection, token: u32) -> Result<u32, CallError> {
-    let Connection(process, conn) = &connection;
-    let world = &process.world;
-    if connection.is_closed() {
-        return Err(closed(world, conn));
-    }
-    sleep(world.wait(300)).await;
-    if process.is_cut() || world.fault(5) {
-        pending::<()>().await;
-    }
-    if world.fault(5) {
-        return Err(CallError::ambiguous("reset"));
-    }
-    let found = {
-        let state = world.state.lock().unwrap();
-        let get = |map: &HashMap<u32, u32>| map.get(&token).copied().unwrap_or_default();
-        match (get(&state.done), get(&state.begun), get(&state.at_work)) {
-            (1.., ..) => 3,
-            (_, 1.., _) => 2,
-            (.., 1..) => 1,
-            _ => 0,
-        }
-    };
-    // An answer is some time on its way.
-    sleep(world.wait(300)).await;
-    match connection.is_closed() {
-        true => Err(closed(world, conn)),
-        false => Ok(found),
-    }
-}
-
-struct Frame {
-    token: u32,
-    /// `true` taken, `false` withdrawn.
-    taken: Mutex<Option<bool>>,
-    activity: Option<Arc<Activity>>,
-    queues: bool,
-}
-
-impl Frame {
-    fn withdraw(&self) -> bool {
-        let mut taken = self.taken.lock().unwrap();
-        if !self.queues {
-            return false;
-        }
-        if taken.is_none() {
-            *taken = Some(false);
-            if let Some(activity) = &self.activity {
-                activity.withdrawn();
-            }
-        }
-        *taken == Some(false)
-    }
-}
-
-struct OnDrop(Arc<Frame>);
-impl Drop for OnDrop {
-    fn drop(&mut self) {
-        self.0.withdraw();
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Fate {
-    NeverSeen,
-    Lands,
-    LandsInParts,
-    Busy429,
-    Busy503,
-    Lying503,
-    Error,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Reply {
-    Given,
-    Lost,
-    Reset,
-    Closes,
-}
-
-type Replies = Option<oneshot::Sender<Result<u32, CallError>>>;
-
-async fn write(connection: Connection, request: Req) -> Result<u32, CallError> {
-    let Connection(process, conn) = connection.clone();
-    let world = process.world.clone();
-    let plan = world.plan.clone();
-    let token = request.token;
-    let activity = request.context().activity().cloned().filter(|_| plan.marks);
-    if let Some(activity) = &activity
-        && !activity.adopt()
-    {
-        return Err(CallError::not_sent("over"));
-    }
-    if connection.is_closed() {
-        return Err(CallError::not_sent("closed").connection_lost());
-    }
-    let (until_at, deadline) = (request.context().attempt_until(), request.context().deadline().instant());
-    let frame = Arc::new(Frame { token, taken: Mutex::new(None), activity, queues: plan.marks });
-    let _guard = OnDrop(frame.clone());
-    world.log(format!("write {token} handed over to {}", conn.number));
-    let (reply, replied) = oneshot::channel();
-    if !process.is_cut() {
-        *world.state.lock().unwrap().queued.entry(token).or_default() += 1;
+        let token = frame.put.token;
+        *self.world.notes.lock().unwrap().queued.entry(token).or_default() += 1;
         if !frame.queues {
-            process.notes_sent(token);
+            self.notes_sent(token);
         }
-        tokio::spawn(wire(connection.clone(), request.key.clone(), frame.clone(), reply));
-    }
-    let give_up = async {
-        if let Some(at) = until_at {
-            sleep_until(at).await;
-            if frame.withdraw() {
-                return;
-            }
-        }
-        match deadline {
-            Some(at) => {
-                sleep_until(at).await;
-                if !frame.withdraw() {
-                    pending::<()>().await;
-                }
-            }
-            None => pending().await,
-        }
-    };
-    let gone = async {
-        match plan.reconnect {
-            true => until(&conn.closed, &conn).await,
-            false => pending().await,
-        }
-    };
-    tokio::select! {
-        biased;
-        Ok(reply) = replied => reply,
-        () = gone => Err(match frame.withdraw() {
-            true => CallError::not_sent("queued").connection_lost(),
-            false => closed(&world, &conn),
-        }),
-        () = give_up => Err(CallError::not_sent("queued")),
-        else => pending().await,
+        tokio::spawn(wire(over, frame, reply));
     }
 }
 
 /// A frame's way to the server, as far as its process has to do with it; `false` if it does not arrive.
-async fn goes_out(connection: Connection, frame: Arc<Frame>) -> bool {
+async fn goes_out(connection: Connection<Arc<Process>>, frame: Arc<Frame>) -> bool {
     let Connection(process, conn) = &connection;
     let world = &process.world;
     if !frame.queues {
@@ -1021,12 +615,8 @@ async fn goes_out(connection: Connection, frame: Arc<Frame>) -> bool {
     if world.chance(25) {
         sleep(world.wait(world.plan.stall)).await;
     }
-    {
-        let mut taken = frame.taken.lock().unwrap();
-        if *taken == Some(false) || connection.is_closed() || process.is_cut() {
-            return false;
-        }
-        *taken = Some(true);
+    if connection.is_closed() || process.is_cut() || !frame.take() {
+        return false;
     }
     let marks = |late: Duration| {
         let Some(activity) = frame.activity.clone() else { return };
@@ -1044,207 +634,30 @@ async fn goes_out(connection: Connection, frame: Arc<Frame>) -> bool {
             return false;
         }
     }
-    world.log(format!("write {} is sent to {}", frame.token, conn.number));
-    process.notes_sent(frame.token);
+    world.log(format!("write {} is sent to {}", frame.put.token, conn.number));
+    process.notes_sent(frame.put.token);
     match world.wait(world.plan.marks_late) {
-        late if late.is_zero() => frame.activity.as_ref().iter().for_each(|activity| activity.sent()),
+        late if late.is_zero() => frame.sent(),
         late => marks(late),
     }
     true
 }
 
-async fn wire(
-    connection: Connection,
-    key: Option<String>,
-    frame: Arc<Frame>,
-    reply: oneshot::Sender<Result<u32, CallError>>,
-) {
+async fn wire(connection: Connection<Arc<Process>>, frame: Arc<Frame>, reply: Sender) {
     let Connection(process, conn) = connection.clone();
-    let (world, token) = (process.world.clone(), frame.token);
+    let (world, token) = (&process.world, frame.put.token);
     let went = match process.is_dead() {
-        true => Ok(false),
-        false => process.spawn(goes_out(connection, frame)).await,
+        true => false,
+        false => process.spawn(goes_out(connection, frame.clone())).await.unwrap_or(false),
     };
-    let went = went.unwrap_or(false);
+    *world.notes.lock().unwrap().queued.entry(token).or_default() -= 1;
+    if went && world.serves(&conn, &frame.put, reply).await && process.number == token % world.plan.processes
     {
-        let mut state = world.state.lock().unwrap();
-        *state.queued.entry(token).or_default() -= 1;
-        if went {
-            *state.at_work.entry(token).or_default() += 1;
-        }
-    }
-    if !went {
-        return;
-    }
-    let plan = world.plan.clone();
-    let sent = Instant::now();
-    let fate = match world.pick(12) {
-        0 | 1 => Fate::NeverSeen,
-        2..6 => Fate::Lands,
-        6 => Fate::LandsInParts,
-        7 => Fate::Busy429,
-        8 => Fate::Busy503,
-        9 if !plan.trust.contains(&Evidence::Unavailable) => Fate::Lying503,
-        10 => Fate::Error,
-        _ => Fate::Lands,
-    };
-    let answer = match world.pick(8) {
-        0..4 => Reply::Given,
-        4 => Reply::Lost,
-        5 => Reply::Reset,
-        _ => Reply::Closes,
-    };
-    // By the quarantine everything has landed; it counts from the last byte, or, unmarked, from the attempt's end.
-    let most = plan.quarantine.map_or(6000, |quarantine| quarantine.saturating_sub(1));
-    let most = if plan.lie == Some(Lie::Late) { most * 4 } else { most };
-    let lands_at = sent + world.wait(most);
-    world.log(format!("write {token}: {fate:?} at {:?}, {answer:?}", lands_at.duration_since(world.start)));
-    let mut reply = Some(reply);
-    let result = match fate {
-        Fate::Lands | Fate::LandsInParts | Fate::Lying503 => {
-            let early = async {
-                match answer != Reply::Given && world.chance(50) {
-                    true => sleep(world.wait(2000)).await,
-                    false => pending().await,
-                }
-            };
-            let mut work = Box::pin(async {
-                tokio::select! {
-                    biased;
-                    () = until(&conn.gone, &conn) => None,
-                    said = lands(&world, token, key, fate, sent, lands_at) => Some(said),
-                }
-            });
-            let said = tokio::select! {
-                biased;
-                said = &mut work => said,
-                () = early => {
-                    // The reply is lost before it lands.
-                    lose(&world, &conn, answer, &mut reply);
-                    work.await
-                }
-            };
-            *world.state.lock().unwrap().at_work.entry(token).or_default() -= 1;
-            match said {
-                None => return,
-                Some(Some(said)) => Err(CallError::answered(said)),
-                Some(None) if fate == Fate::Lying503 => {
-                    Err(CallError::evidence(Evidence::Unavailable, "503"))
-                }
-                Some(None) => Ok(token),
-            }
-        }
-        fate => {
-            *world.state.lock().unwrap().at_work.entry(token).or_default() -= 1;
-            let after = world.wait(2000);
-            Err(match fate {
-                Fate::Busy429 => CallError::evidence(Evidence::TooManyRequests, "429").after(after),
-                Fate::Busy503 => CallError::evidence(Evidence::Unavailable, "503").after(after),
-                _ => CallError::answered("quota"),
-            })
-        }
-    };
-    sleep(world.wait(1500)).await;
-    let how = match (fate, answer) {
-        (Fate::NeverSeen, Reply::Given) => Reply::Lost,
-        (Fate::Busy429 | Fate::Busy503 | Fate::Error, _) => Reply::Given,
-        (_, answer) => answer,
-    };
-    match (how, reply.take()) {
-        (Reply::Given, Some(reply)) => {
-            let is_answer = result.is_ok();
-            if reply.send(result).is_ok() && is_answer && process.number == token % plan.processes {
-                world.state.lock().unwrap().answered.insert(token, Instant::now());
-            }
-        }
-        (how, kept) => {
-            reply = kept;
-            lose(&world, &conn, how, &mut reply);
-            if reply.is_some() {
-                pending::<()>().await;
-            }
-        }
+        world.notes.lock().unwrap().answered.insert(token, Instant::now());
     }
 }
 
-/// The server does it; or says what its key says.
-async fn lands(
-    world: &World,
-    token: u32,
-    key: Option<String>,
-    fate: Fate,
-    sent: Instant,
-    lands_at: Instant,
-) -> Option<&'static str> {
-    match fate {
-        Fate::LandsInParts => sleep(lands_at.duration_since(sent) / 2).await,
-        _ => sleep_until(lands_at).await,
-    }
-    {
-        let mut state = world.state.lock().unwrap();
-        if let Some(key) = key {
-            let copies = state.keys.entry(key).or_default();
-            *copies += 1;
-            if *copies > 1 {
-                let done = state.done.get(&token).is_some_and(|done| *done > 0);
-                return Some(if done { "exists" } else { "in flight" });
-            }
-        }
-        *state.begun.entry(token).or_default() += 1;
-    }
-    world.log(format!("write {token} begins to land"));
-    if fate == Fate::LandsInParts {
-        sleep_until(lands_at).await;
-        if world.chance(50) {
-            pending::<()>().await; // for ever in parts
-        }
-    }
-    *world.state.lock().unwrap().done.entry(token).or_default() += 1;
-    world.log(format!("write {token} has landed"));
-    None
-}
-
-fn lose(world: &World, conn: &Arc<Conn>, how: Reply, reply: &mut Replies) {
-    let error = match how {
-        Reply::Reset => CallError::ambiguous("reset"),
-        Reply::Closes if world.plan.reconnect => return world.close(conn),
-        Reply::Closes => CallError::ambiguous("cut"),
-        Reply::Given | Reply::Lost => return,
-    };
-    if let Some(reply) = reply.take() {
-        let _ = reply.send(Err(error));
-    }
-}
-
-// ===== Checks, and those who recover =====
-
-const CHECK_PANICS: &str = "a check panics";
-
-fn check(world: World) -> impl Fn(InDoubt<Req, u32>) -> Checked + Clone + Send + Sync {
-    move |doubt| {
-        let world = world.clone();
-        Box::pin(async move {
-            match world.pick(30) {
-                0..3 if world.calm.load(Ordering::Relaxed) => {}
-                0 => return Err("it fails".into()),
-                1 => pending::<()>().await,
-                2 => std::panic::panic_any(CHECK_PANICS),
-                _ => {}
-            }
-            let token = doubt.request().token;
-            let found = doubt.probe(request(token, Effect::ReadOnly)).await?;
-            world.log(format!("check of {token} finds {found}, fence {:?}", doubt.fence()));
-            Ok(match found {
-                3 if world.chance(50) => doubt.landed(token),
-                3 => doubt.landed_without_result(),
-                2 => doubt.partial(),
-                1 if world.chance(30) => doubt.in_flight(ms(300)),
-                _ if world.plan.keyed && world.fault(30) => doubt.not_landed_deduplicated(ms(1_000_000)),
-                _ => doubt.not_landed(),
-            })
-        })
-    }
-}
+// ===== Those who recover =====
 
 /// What the ledger says, if it says it soon.
 async fn soon<T>(step: impl Future<Output = Result<T, LedgerError>>) -> Option<T> {
@@ -1288,11 +701,11 @@ async fn resolve(
         Resolve::new(&handle, entry, request(token, Effect::Write)).within(within).on_event(move |event| {
             _ = matches!(event, Event::InDoubt(_)).then(|| seen.fetch_add(1, Ordering::Relaxed))
         });
-    if let Some(quarantine) = world.plan.quarantine {
+    if let Some(quarantine) = world.options.quarantine {
         resolve = resolve.quarantine(ms(quarantine));
     }
     let begun = Instant::now();
-    let resolved = resolve.run_over(check(world.clone()), process.below()).await;
+    let resolved = resolve.run_over(check(world.common.clone()), process.below()).await;
     world.log(format!("process {} resolves {token}: {resolved:?}", process.number));
     let late = begun.elapsed() > within + ms(5_001) && !process.was_stopped.load(Ordering::Relaxed);
     if late || reported.load(Ordering::Relaxed) != u64::from(resolved.is_ok()) {
@@ -1305,9 +718,9 @@ async fn resolve(
 async fn settle_by_hand(process: &Arc<Process>, entry: &Entry) {
     let token = token(entry);
     let state = {
-        let state = process.world.state.lock().unwrap();
-        let none = |map: &HashMap<u32, u32>| map.get(&token).is_none_or(|n| *n == 0);
-        match (none(&state.begun), none(&state.at_work) && none(&state.queued)) {
+        let (state, notes) = (process.world.state.lock().unwrap(), process.world.notes.lock().unwrap());
+        let none = |of| count(of, token) == 0;
+        match (none(&state.begun), none(&state.at_work) && none(&notes.queued)) {
             (false, _) => ledger::State::Landed { by: "anna".into() },
             (true, true) => {
                 ledger::State::NotLanded { why: "she looked".into(), basis: FenceBasis::Declared }
@@ -1321,7 +734,7 @@ async fn settle_by_hand(process: &Arc<Process>, entry: &Entry) {
 /// It is claimed, looked for when nothing of its owner can land any more, and sent again.
 async fn replay_by_hand(process: &Arc<Process>, entry: &Entry) {
     let (world, token) = (&process.world, token(entry));
-    let (Some(orphaned), Some(quarantine)) = (entry.orphaned, world.plan.quarantine) else { return };
+    let (Some(orphaned), Some(quarantine)) = (entry.orphaned, world.options.quarantine) else { return };
     let Some(revision) = soon(process.handle().claim(entry.id, entry.revision)).await else { return };
     sleep_until(orphaned + ms(quarantine)).await;
     let mut connection = process.connection();
@@ -1329,10 +742,7 @@ async fn replay_by_hand(process: &Arc<Process>, entry: &Entry) {
     let state = match found {
         Ok(Ok(3)) => ledger::State::Landed { by: "bert".into() },
         Ok(Ok(0)) => {
-            {
-                let mut state = world.state.lock().unwrap();
-                state.by_hand.insert(token);
-            }
+            world.notes.lock().unwrap().by_hand.insert(token);
             let sent = connection.call(request(token, Effect::Write));
             match timeout(ms(5000), sent).await {
                 Ok(Ok(_)) => ledger::State::Answered,
@@ -1346,52 +756,10 @@ async fn replay_by_hand(process: &Arc<Process>, entry: &Entry) {
 
 // ===== Calls =====
 
-/// What became of a call.
-#[derive(Debug)]
-struct Told {
-    token: u32,
-    /// `None` if its caller went away.
-    result: Option<Result<u32, CallError>>,
-    late: bool,
-    at: Instant,
-    /// How many copies had been done then.
-    then: u32,
-}
-
-async fn calls(process: Arc<Process>, stack: Boxed, token: u32) -> Told {
-    let world = process.world.clone();
-    let plan = world.plan.clone();
-    let leaves = (world.pick(100) < plan.leaves)
-        .then(|| (world.chance(50), world.pick(12), world.wait(plan.deadline)));
-    sleep(world.wait(3000)).await;
-    let start = Instant::now();
-    let effect = if plan.idempotent { Effect::Idempotent } else { Effect::Write };
-    world.state.lock().unwrap().order.push(Passed::Called(token));
-    let call = stack.oneshot(request(token, effect));
-    let result = match leaves {
-        Some((true, polls, _)) => leave_after(call, polls).await,
-        Some((false, _, at)) => timeout(at, call).await.ok(),
-        None => Some(call.await),
-    };
-    let told = result.as_ref().map(|told| told.as_ref().map_err(ToString::to_string));
-    world.log(format!("write {token} told {told:?}"));
-    let late = start.elapsed() > ms(plan.deadline + 1) && !process.was_stopped.load(Ordering::Relaxed);
-    let then = world.state.lock().unwrap().done.get(&token).copied().unwrap_or_default();
-    Told { token, result, late, at: Instant::now(), then }
-}
-
-/// For a caller that leaves after so many polls.
-async fn leave_after<F: Future>(call: F, polls: u32) -> Option<F::Output> {
-    let (mut call, mut left) = (Box::pin(call), polls);
-    poll_fn(|cx| match call.as_mut().poll(cx) {
-        Poll::Ready(result) => Poll::Ready(Some(result)),
-        Poll::Pending if left == 0 => Poll::Ready(None),
-        Poll::Pending => {
-            left -= 1;
-            Poll::Pending
-        }
-    })
-    .await
+async fn calls(process: Arc<Process>, stack: Boxed, token: u32) -> Called {
+    let mut called = process.world.common.clone().call(stack, token).await;
+    called.late &= !process.was_stopped.load(Ordering::Relaxed);
+    called
 }
 
 /// Many futures of one task. Each is polled when its own waker says so, which is a new one each time: an older one's word
@@ -1439,16 +807,9 @@ impl Future for Together {
 async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let plan = Arc::new(plan(&mut rng, lie));
-    let world = World {
-        plan: plan.clone(),
-        rng: Arc::new(Mutex::new(rng)),
-        state: Arc::default(),
-        table: Arc::default(),
-        start: Instant::now(),
-        conns: Arc::default(),
-        calm: Arc::default(),
-    };
-    let told: Arc<Mutex<Vec<Told>>> = Arc::default();
+    let common = worlds::World::new(plan.options.clone(), rng);
+    let world = World { common, plan: plan.clone(), notes: Arc::default(), table: Arc::default() };
+    let called: Arc<Mutex<Vec<Called>>> = Arc::default();
     let processes: Vec<_> = (0..plan.processes).map(|number| Process::new(&world, number)).collect();
     let mut waited_for = Vec::new();
     for process in &processes {
@@ -1457,10 +818,10 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
         let mut together = Vec::new();
         for n in 0..plan.writes {
             let token = n * plan.processes + process.number;
-            let (told, call) = (told.clone(), calls(process.clone(), stack.clone(), token));
+            let (called, call) = (called.clone(), calls(process.clone(), stack.clone(), token));
             let call = async move {
                 let it = call.await;
-                told.lock().unwrap().push(it);
+                called.lock().unwrap().push(it);
             };
             match plan.one_task {
                 true => together.push(call),
@@ -1503,9 +864,9 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
         }
     }
     sleep(ms(30_000)).await;
-    let found = judge(&world, &told.lock().unwrap(), &before);
-    let state = world.state.lock().unwrap();
-    match found.into_iter().chain(state.wrong.iter().cloned()).next() {
+    let found = judge(&world, &called.lock().unwrap(), &before);
+    let (state, notes) = (world.state.lock().unwrap(), world.notes.lock().unwrap());
+    match found.iter().chain(&notes.wrong).next() {
         None => Ok(()),
         Some(what) => Err(format!("seed {seed} {what}\n{plan:#?}\n{}", state.log.join("\n"))),
     }
@@ -1535,20 +896,19 @@ async fn befalls(process: Arc<Process>) {
     }
 }
 
-fn judge(world: &World, told: &[Told], before: &[Entry]) -> Vec<String> {
-    let plan = &world.plan;
+fn judge(world: &World, called: &[Called], before: &[Entry]) -> Vec<String> {
+    let (plan, options) = (&world.plan, &world.options);
     let mut wrong = Vec::new();
     let table = world.table.lock().unwrap();
-    let state = world.state.lock().unwrap();
-    let get = |map: &HashMap<u32, u32>, token: u32| map.get(&token).copied().unwrap_or_default();
+    let (state, notes) = (world.state.lock().unwrap(), world.notes.lock().unwrap());
     let entries: HashMap<u32, &Entry> =
         table.rows.values().map(|row| (token(&row.entry), &row.entry)).collect();
-    let told: HashMap<u32, &Told> = told.iter().map(|told| (told.token, told)).collect();
+    let called: HashMap<u32, &Called> = called.iter().map(|called| (called.token, called)).collect();
     for token in 0..plan.writes * plan.processes {
         let mut say = |what: String| wrong.push(format!("write {token}: {what}"));
-        let (begun, by_hand) = (get(&state.begun, token), state.by_hand.contains(&token));
+        let (begun, by_hand) = (count(&state.begun, token), notes.by_hand.contains(&token));
         let entry = entries.get(&token).map(|entry| entry.state.clone());
-        if begun > 1 && (by_hand || !plan.idempotent) {
+        if begun > 1 && (by_hand || !options.idempotent) {
             say(format!("{begun} copies"));
         }
         match &entry {
@@ -1560,142 +920,81 @@ fn judge(world: &World, told: &[Told], before: &[Entry]) -> Vec<String> {
             Some(ledger::State::Open) => say("it was left open".into()),
             // What was applied in part stays.
             Some(ledger::State::InDoubt { .. })
-                if plan.quarantine.is_some() && (begun == 0 || get(&state.done, token) > 0) =>
+                if options.quarantine.is_some() && (begun == 0 || count(&state.done, token) > 0) =>
             {
                 say(format!("the ledger says {entry:?} at the end of time"));
             }
             _ => {}
         }
-        if let Some(what) = out_of_order(world, &state.order, token) {
+        if let Some(what) = out_of_order(world, &state, token) {
             say(what);
         }
         if let Some(other) = over_a_doubt(world, &state.order, token) {
             say(format!("handed over while {other} with its key was in doubt"));
         }
-        let (doubts, abandoned) = (get(&state.doubts, token), get(&state.abandoned, token));
+        let (doubts, abandoned) = (count(&state.doubts, token), count(&state.abandoned, token));
         if doubts + abandoned > 1 {
             say(format!("reported {doubts}+{abandoned} times"));
         }
         // Of a process that has crashed nobody hears.
-        let Some(Told { result, late, at, then, .. }) = told.get(&token) else { continue };
-        let was = before.iter().find(|entry| entry.method == token.to_string()).map(|entry| &entry.state);
-        if *late {
-            say("late".into());
+        let Some(called) = called.get(&token) else { continue };
+        // A copy of somebody else's is not its affair, but for one of which the ledger had told it.
+        called.wrong(if by_hand { 0 } else { begun }, doubts, abandoned).into_iter().for_each(&mut say);
+        let Some(Err(error)) = &called.told else { continue };
+        let said = by_hand && notes.said.get(&token).is_some_and(|said| *said <= called.at);
+        if error.outcome() == Outcome::NotDone && begun > 0 && said {
+            say(format!("{error}: not so"));
         }
-        match result {
-            None if begun > 0 && !by_hand && doubts + abandoned == 0 => {
-                say("dropped, landed and not reported".into());
-            }
-            None => {}
-            Some(Ok(_)) if *then == 0 => say("Ok and not there".into()),
-            Some(Ok(_)) => {}
-            Some(Err(error)) => {
-                let outcome = error.outcome();
-                let unknown =
-                    outcome == Outcome::Unknown || (outcome == Outcome::Answered && error.may_have_landed());
-                match outcome {
-                    Outcome::NotDone
-                        if begun > 0
-                            && (!by_hand || state.said.get(&token).is_some_and(|said| said <= at)) =>
-                    {
-                        say(format!("{error}: not so"));
-                    }
-                    Outcome::DoneResultLost if *then == 0 => say(format!("{error}: not so")),
-                    Outcome::NoAnswer => say(format!("{error}: of a write")),
-                    Outcome::Answered if !unknown && begun > 0 && !by_hand => {
-                        say(format!("{error}: and it has landed"));
-                    }
-                    _ => {}
-                }
-                // What is there when the call has its turn wins over any deadline; but that many of one task's see it.
-                if state.answered.get(&token).is_some_and(|answered| answered < at) {
-                    say(format!("{error}: and its answer had come"));
-                }
-                if unknown && doubts != 1 {
-                    say(format!("{error}: reported {doubts} times"));
-                }
-                if unknown && was.is_none() {
-                    say(format!("{error}: and the ledger says nothing"));
-                }
-            }
+        // What is there when the call has its turn wins over any deadline; but that many of one task's see it.
+        if notes.answered.get(&token).is_some_and(|answered| *answered < called.at) {
+            say(format!("{error}: and its answer had come"));
+        }
+        if called.in_doubt() && !before.iter().any(|entry| entry.method == token.to_string()) {
+            say(format!("{error}: and the ledger says nothing"));
         }
     }
     wrong
 }
 
 /// What is wrong with the order in which a write was handed over.
-fn out_of_order(world: &World, order: &[Passed], token: u32) -> Option<String> {
-    let sent = order.iter().position(|passed| *passed == Passed::Sent(token))?;
-    let replayed = order.iter().rposition(|passed| *passed == Passed::HandedOver(token))?;
-    let between = order.get(sent..replayed)?;
-    if !order[..replayed].contains(&Passed::Claimed(token)) {
+fn out_of_order(world: &World, state: &State, token: u32) -> Option<String> {
+    let replay = state.replay_of(token)?;
+    if !state.order[..replay.end].contains(&Passed::Claimed(token)) {
         return Some("replayed without a claim".into());
     }
     // The order of writes of two processes is the ledger's affair.
-    let same = |other| world.same_process(token, other);
-    between.iter().find_map(|passed| match *passed {
-        Passed::HandedOver(other) if other != token && same(other) && world.touches(token, other) => {
-            Some(format!("replayed on top of {other}"))
-        }
-        _ => None,
-    })
+    let touches = |other| world.same_process(token, other) && world.options.touches(token, other);
+    state.overwritten_by(token, touches).map(|other| format!("replayed on top of {other}"))
 }
 
 /// Which write of its process with its key was in doubt when that one was called, and still when it was handed over.
 fn over_a_doubt(world: &World, order: &[Passed], token: u32) -> Option<u32> {
     let at = |what| order.iter().position(|passed| *passed == what);
-    let called = at(Passed::Called(token)).filter(|_| world.plan.conflict == 1)?;
+    let called = at(Passed::Called(token)).filter(|_| world.options.conflict == 1)?;
     let handed_over = at(Passed::HandedOver(token))?;
     order[..called].iter().find_map(|passed| match *passed {
-        Passed::Doubtful(other) if world.same_process(token, other) && world.touches(token, other) => {
+        Passed::Doubtful(other)
+            if world.same_process(token, other) && world.options.touches(token, other) =>
+        {
             at(Passed::Closed(other)).is_none_or(|closed| closed > handed_over).then_some(other)
         }
         _ => None,
     })
 }
 
-/// Flies those seeds, until so many are wrong.
-fn fly_all(seeds: std::ops::Range<u64>, lie: Option<Lie>, most: usize) -> Vec<String> {
-    let wrong = seeds.filter_map(|seed| {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
-        runtime.unwrap().block_on(fly(seed, lie)).err()
-    });
-    wrong.take(most).collect()
-}
-
-/// Checks of these worlds panic now and then, which is no news.
-fn without_their_panics() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        let others = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |panic| {
-            if panic.payload().downcast_ref::<&str>() != Some(&CHECK_PANICS) {
-                others(panic);
-            }
-        }));
-    });
-}
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |value| value.parse().unwrap())
-}
-
 #[test]
 fn whatever_befalls_processes_with_one_ledger_nothing_lands_twice_and_what_is_said_is_so() {
-    without_their_panics();
-    let first = number("GOAROUND_FROM", 0);
-    let found = fly_all(first..first + number("GOAROUND_WORLDS", 400), None, 3);
+    let found: Vec<_> = wrong_in(seeds(400), |seed| fly(seed, None)).take(3).collect();
     assert!(found.is_empty(), "{}", found.join("\n\n"));
 }
 
 #[test]
 fn what_is_declared_falsely_of_them_is_found_out() {
-    without_their_panics();
     for lie in [Lie::Late, Lie::Gone, Lie::Early] {
         let harm = ["copies", "the ledger says Some(NotLanded"];
         let finds =
             |what: &String| harm.iter().any(|harm| what.lines().next().unwrap_or_default().contains(harm));
-        let found = (0..2_000).find(|seed| fly_all(*seed..seed + 1, Some(lie), 1).iter().any(finds));
+        let found = wrong_in(0..2_000, |seed| fly(seed, Some(lie))).find(finds);
         assert!(found.is_some(), "{lie:?}");
     }
 }
