@@ -685,6 +685,8 @@ struct ActivityState {
     taken_over: u32,
     /// Whether one has told that it is in doubt, or begun to.
     told: bool,
+    /// Whether one has told what has become of it, to nobody who waits.
+    resolved: bool,
     /// Whether the layer whose attempt it is has, while one further in had it still: that one is silent then.
     told_outside: bool,
     /// Whether one had it and its call ended otherwise than as not done.
@@ -943,6 +945,16 @@ impl Activity {
         state.taken_over = state.taken_over.saturating_sub(1);
         state.told |= told;
         state.gone |= !not_done;
+    }
+
+    /// A layer further in tells what has become of it, and its caller has gone away.
+    pub(crate) fn resolve(&self) {
+        self.lock().resolved = true;
+    }
+
+    /// Whether one did: of a caller who has gone away further out, too, there is nothing more to tell.
+    pub(crate) fn was_resolved(&self) -> bool {
+        self.lock().resolved
     }
 
     /// Whether a layer further in had a copy of the attempt of which something may have been sent.

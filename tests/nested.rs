@@ -325,6 +325,20 @@ where
     })
 }
 
+/// What gives each answer up after that time.
+fn gives_up(
+    below: BoxCloneService<Req, Res, CallError>,
+    after: std::time::Duration,
+) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static {
+    service_fn(move |request: Req| -> Answer {
+        let answer: Answer = Box::pin(below.clone().oneshot(request));
+        Box::pin(async move {
+            let answer = tokio::time::timeout(after, answer).await;
+            answer.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
+        })
+    })
+}
+
 /// Its caller leaves, or a service in between gives it up. Further in it lives on, and may have told of it already where what
 /// is in between holds that up.
 #[tokio::test(start_paused = true)]
@@ -347,14 +361,7 @@ async fn a_write_that_lives_on_further_in_when_its_call_is_over_is_reported_once
                 ledgers.push(middle.ledger());
                 below = BoxCloneService::new(held_up(middle, ms(0), 3 * SECOND));
             }
-            let between = service_fn(move |request: Req| -> Answer {
-                let answer: Answer = Box::pin(below.clone().oneshot(request));
-                Box::pin(async move {
-                    let given_up = if leaves { 100 * SECOND } else { 2 * SECOND };
-                    let answer = tokio::time::timeout(given_up, answer).await;
-                    answer.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
-                })
-            });
+            let between = gives_up(below, if leaves { 100 * SECOND } else { 2 * SECOND });
             let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
             ledgers.push(outer.ledger());
             let result = tokio::time::timeout(2 * SECOND + ms(100), outer.oneshot(write())).await;
@@ -386,6 +393,28 @@ async fn what_is_held_up_above_a_stack_is_not_sent_once_its_call_is_over() {
         assert_eq!(lab.events.abandoned(), 1);
         tokio::time::sleep(30 * SECOND).await;
         assert_eq!(lab.writes(), 0, "nested: {nested}");
+    }
+}
+
+/// A service in between has given it up, and its caller was told that it is unknown.
+#[tokio::test(start_paused = true)]
+async fn of_a_write_whose_call_is_over_nothing_is_begun_or_replayed_further_in() {
+    for is_replay in [false, true] {
+        let lab = Lab::new();
+        match is_replay {
+            true => lab.write(fail(ambiguous())),
+            false => lab.connect(Connect::After(10 * SECOND)),
+        };
+        lab.write(answer(2));
+        let check = Safety::new(|doubt: Doubt| async move { Ok::<_, BoxError>(doubt.not_landed()) });
+        let inner = check.quarantine(6 * SECOND).layer(ReconnectLayer::once().layer(lab.connector()));
+        let below = BoxCloneService::new(held_up(inner, ms(0), ms(0)));
+        let outer = Safety::refuse().on_event(lab.events.sink()).layer(gives_up(below, 2 * SECOND));
+        assert_eq!(outer.oneshot(write()).await.unwrap_err().outcome(), Outcome::Unknown);
+        tokio::time::sleep(60 * SECOND).await;
+        let unknown = |seen: &&Seen| matches!(seen, Seen::InDoubt { outcome: Some(Outcome::Unknown), .. });
+        let told = lab.events.all().iter().filter(unknown).count();
+        assert_eq!((lab.writes(), told), (usize::from(is_replay), 1), "{:?}", lab.events.all());
     }
 }
 

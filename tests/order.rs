@@ -5,7 +5,7 @@ mod lab;
 use std::{
     panic::AssertUnwindSafe,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -19,6 +19,7 @@ use goaround::{
     },
 };
 use lab::*;
+use tokio_test::task;
 use tower::{Layer, Service, ServiceExt, service_fn, util::BoxCloneService};
 
 type Safety = WriteSafetyLayer<Req, Res>;
@@ -109,7 +110,7 @@ async fn waits_for_a_connection(
     (lab.log.timed(), said(first), said(second))
 }
 
-fn futures_poll<F: Future>(future: std::pin::Pin<&mut F>) -> bool {
+fn futures_poll<F: Future + ?Sized>(future: std::pin::Pin<&mut F>) -> bool {
     future.poll(&mut std::task::Context::from_waker(std::task::Waker::noop())).is_pending()
 }
 
@@ -549,5 +550,37 @@ async fn what_a_layer_further_in_hands_over_again_counts_anew_further_out_and_wa
         assert_eq!(landed(&log), [if is_in_doubt { "W1" } else { "W2" }], "{first:?} {second:?} {log:#?}");
         let not_done = if is_in_doubt { second } else { first };
         assert_eq!(not_done.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}
+
+/// W2 is let go on another thread after W1 was, and is sent before it: here, while W1 is given to the connection.
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_that_was_let_go_before_it_and_sent_after_it() {
+    for (is_keyed, is_nested) in [(false, false), (true, false), (false, true), (true, true)] {
+        let lab = Lab::new();
+        lab.connect(Connect::After(SECOND));
+        let between: Arc<Mutex<Option<Answer>>> = Arc::default();
+        let (other, log) = (Arc::clone(&between), lab.log.clone());
+        lab.write(Box::new(move |request: Req| {
+            let mut second = other.lock().unwrap().take().unwrap();
+            assert!(futures_poll(second.as_mut()));
+            *other.lock().unwrap() = Some(second);
+            log.note(format!("lands {}", *request));
+            Box::pin(std::future::ready(Ok(1)))
+        }));
+        lab.write(dies(&lab, ms(1))).write(lands(&lab, 2));
+        let safety = if is_keyed { absent().conflict_key(|_| Some("k")) } else { absent() };
+        let stack = stack(&lab, safety.clone());
+        let first = within(is_nested.then_some(safety), &stack).oneshot(named("W1"));
+        let mut first = task::spawn(first);
+        let mut second: Answer = Box::pin(stack.oneshot(named("W2")));
+        assert!(first.poll().is_pending() && futures_poll(second.as_mut()));
+        *between.lock().unwrap() = Some(second);
+        tokio::time::sleep(2 * SECOND).await;
+        assert_eq!(first.await.unwrap(), 1);
+        let second = between.lock().unwrap().take().unwrap().await;
+        let log = lab.log.timed();
+        assert_eq!(second.unwrap_err().outcome(), Outcome::NotDone, "{log:#?}");
+        assert_eq!((landed(&log), lab.log.count("dies with W2")), (vec!["W1"], 1), "{log:#?}");
     }
 }

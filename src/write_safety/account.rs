@@ -425,10 +425,15 @@ impl Recorded {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
-        self.back.told |= self
-            .news
-            .as_ref()
-            .is_some_and(|news| news.abandoned.is_some() || (news.doubt.is_some() && !self.back.not_done));
+        if let Some(news) = &self.news {
+            let has_landed = matches!(self.result, Some(Ok(_)));
+            self.back.told |=
+                news.abandoned.is_some() || (news.doubt.is_some() && !self.back.not_done && !has_landed);
+            // A layer further out may yet tell its own caller that it is unknown.
+            if let Some(above) = self.back.above.as_ref().filter(|_| news.doubt.is_some() && has_landed) {
+                above.resolve();
+            }
+        }
         self.back.give_unread();
         if let (Some(news), Some(result)) = (self.news.take(), &self.result) {
             match &news.abandoned {

@@ -281,6 +281,8 @@ pub(super) struct InLine {
 struct Standing {
     place: Place,
     shut_out: Option<ShutOut>,
+    /// Whether it was let go, and has not looked at the order of writes since.
+    went: bool,
 }
 
 /// Why a replay must not go.
@@ -422,7 +424,7 @@ impl Hold {
 
 impl InLine {
     fn new(of: Arc<Conflicts>, key: Option<(Arc<str>, EntryId)>, replay: bool, place: Place) -> Self {
-        let standing = Mutex::new(Standing { place, shut_out: None });
+        let standing = Mutex::new(Standing { place, shut_out: None, went: false });
         Self { of, key, left: 0, replay, independent: false, beside: None, standing }
     }
 
@@ -436,6 +438,12 @@ impl InLine {
         self.lock().place
     }
 
+    /// Whether it was let go since that was asked last: another thread may have sent something between that and its
+    /// connection.
+    pub(super) fn went(&self) -> bool {
+        mem::take(&mut self.lock().went)
+    }
+
     /// Why it was not let go, if it is a replay that was not.
     pub(super) fn shut_out(&self) -> Option<ShutOut> {
         self.lock().shut_out
@@ -443,6 +451,30 @@ impl InLine {
 
     fn lock(&self) -> MutexGuard<'_, Standing> {
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it may go, counted as of now.
+    fn goes(&self) -> bool {
+        if self.replay {
+            return self.lets_replay_go();
+        }
+        let place = self.place();
+        let Some((key, id)) = &self.key else {
+            if !self.independent && !self.of.is_last(place.writes) && !off!(WriteWait) {
+                let writes = self.of.hand_over();
+                self.lock().place.writes = writes;
+            }
+            return true;
+        };
+        let mut keys = self.of.lock();
+        let Some(state) = keys.get_mut(key) else { return false };
+        if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
+            return false;
+        }
+        if !self.of.is_last_keyed(state, place) && !off!(WriteWait) {
+            self.lock().place = self.of.hand_over_keyed(state, *id);
+        }
+        true
     }
 
     /// Whether the replay may go; if not, it is noted why.
@@ -472,26 +504,9 @@ impl InLine {
 /// counted: it counts when it goes, so that no replay lands on it, and does not go while its key is in doubt.
 impl Gate for InLine {
     fn opens(&self) -> bool {
-        if self.replay {
-            return self.lets_replay_go();
-        }
-        let place = self.place();
-        let Some((key, id)) = &self.key else {
-            if !self.independent && !self.of.is_last(place.writes) && !off!(WriteWait) {
-                let writes = self.of.hand_over();
-                self.lock().place.writes = writes;
-            }
-            return true;
-        };
-        let mut keys = self.of.lock();
-        let Some(state) = keys.get_mut(key) else { return false };
-        if state.in_the_way(*id, self.left).is_some() && !off!(KeyWait) {
-            return false;
-        }
-        if !self.of.is_last_keyed(state, place) && !off!(WriteWait) {
-            self.lock().place = self.of.hand_over_keyed(state, *id);
-        }
-        true
+        let opens = self.goes();
+        self.lock().went |= opens;
+        opens
     }
 
     fn stays_open(&self) -> bool {
@@ -510,6 +525,8 @@ pub(super) struct Passage {
     activity: Option<Arc<Activity>>,
     line: Option<Arc<InLine>>,
     polled: bool,
+    /// Whether it is polled for the first time.
+    begins: bool,
 }
 
 #[derive(Debug)]
@@ -521,18 +538,15 @@ pub(super) enum Order {
 
 impl Passage {
     pub(super) fn new(order: Order, activity: Option<Arc<Activity>>) -> Self {
-        Self { order, activity, line: None, polled: false }
+        Self { order, activity, line: None, polled: false, begins: false }
     }
 
     /// Before its attempt is polled: as any other write it counts anew where it may go only now, and stands in line once it
     /// waits.
     pub(super) fn look(&mut self) {
-        if !mem::replace(&mut self.polled, true) && !off!(FirstPoll) {
-            match &mut self.order {
-                Order::Keyed(hold) if !hold.is_last() => hold.goes_later(),
-                Order::Keyless(of, number) if !of.is_last(*number) => *number = of.hand_over(),
-                _ => {}
-            }
+        self.begins = !mem::replace(&mut self.polled, true);
+        if self.begins {
+            self.count_anew();
         }
         let Some(activity) = self.activity.as_ref().filter(|it| self.line.is_none() && it.is_waiting())
         else {
@@ -544,6 +558,22 @@ impl Passage {
         });
         activity.set_gate(Arc::<InLine>::clone(&line));
         self.line = Some(line);
+    }
+
+    /// After that.
+    pub(super) fn look_again(&mut self) {
+        if mem::take(&mut self.begins) || self.line.as_ref().is_some_and(|line| line.went()) {
+            self.count_anew();
+        }
+    }
+
+    fn count_anew(&mut self) {
+        match &mut self.order {
+            _ if off!(FirstPoll) => {}
+            Order::Keyed(hold) if !hold.is_last() => hold.goes_later(),
+            Order::Keyless(of, number) if !of.is_last(*number) => *number = of.hand_over(),
+            _ => {}
+        }
     }
 }
 

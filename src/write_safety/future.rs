@@ -386,7 +386,11 @@ where
                 if let Some(passage) = passage {
                     passage.look();
                 }
-                let result = ready!(attempt.poll(cx)).map_err(|error| passing.failed(error));
+                let result = attempt.poll(cx);
+                if let Some(passage) = passage {
+                    passage.look_again();
+                }
+                let result = ready!(result).map_err(|error| passing.failed(error));
                 if let (Err(error), Some((activity, by))) = (&result, marks)
                     && error.is_given_back()
                 {
@@ -453,6 +457,9 @@ where
             let polled = attempt.as_mut().as_pin_mut().map(|future| poll_or_last(future, last, cx));
             if self.line.is_some() {
                 self.take_place();
+            }
+            if first {
+                self.look_as_it_begins();
             }
             if let Some(Poll::Ready(result)) = polled {
                 put_down(attempt.as_mut());
@@ -1063,6 +1070,7 @@ where
 
     /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
     /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
+    /// It is looked at again once it was polled: another thread may have sent something just before it.
     fn look_as_it_begins(&self) {
         if self.is_last_write() || off!(FirstPoll) {
             return;
@@ -1107,6 +1115,9 @@ where
         match &mut self.parts.hold {
             Some(hold) => hold.take_place(line),
             None => self.sequence = line.place().writes,
+        }
+        if line.went() {
+            self.look_as_it_begins();
         }
     }
 
@@ -1426,6 +1437,8 @@ where
             }
             return Ok(result);
         }
+        // A layer in between may have it on a task of its own: no part of it begins any more.
+        self.parts.current.activity.end();
         if let Err(error) = &mut result {
             self.hand_back(error);
         }
@@ -1747,7 +1760,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
             false => not_landed(&self.attempts, "abandoned"),
         };
-        let told = in_doubt && self.tells(true);
+        let told = in_doubt && !self.parts.current.activity.was_resolved() && self.tells(true);
         self.what_goes_back(in_doubt, !in_doubt).give_unread();
         self.parts.account.interrupt();
         let _ = self.enter_end(&state, told);
