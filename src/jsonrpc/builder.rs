@@ -56,7 +56,7 @@ pub struct Builder {
 
 /// The process at the other end, as its connector knows it.
 pub(crate) struct Process {
-    /// The child's own exit. What is in the pipe is then read for a short time, and the connection closes.
+    /// The child's own exit. What is in the pipe is then read, and a short time later the connection closes.
     pub(crate) exited: BoxFuture<()>,
     /// The end of the whole process group, for [`Closure::exited`](crate::Closure::exited).
     pub(crate) exit: watch::Receiver<Option<Exit>>,

@@ -28,6 +28,7 @@ use super::{
     builder::{Cancel, TakenBack, Upholds},
     client::{Note, Shared, named},
     codec::{Lines, Piece, Said},
+    drain::Drain,
     exchange::{Exchange, Outcome},
     handler::{AnyHandler, internal, not_found},
     message::{Batch, Incoming, LISTEN, Odd, write_answer},
@@ -49,8 +50,8 @@ const KEEP: usize = 1 << 20;
 const LATELY: u32 = 64;
 /// How often the task reads and writes before it lets others run.
 const ROUNDS: usize = 16;
-/// How long a pipe is read on that nobody writes to any more.
-const DRAIN: Duration = Duration::from_millis(50);
+/// How long what is begun is written on when nobody is left.
+const LEAVE: Duration = Duration::from_millis(50);
 /// How many requests of the peer are answered at once.
 const MAX_ASKED: usize = 64;
 /// How many frames of our own (answers, cancellations) wait for a peer that does not read.
@@ -111,8 +112,8 @@ pub(super) struct Driver {
     heard: u64,
     silence: Silence,
     exited: Option<BoxFuture<()>>,
-    /// Nothing is written any more; what is in the pipe is read until then.
-    draining: Option<(Cow<'static, str>, Pin<Box<Sleep>>)>,
+    /// Nothing is written any more, for that reason; what is in the pipe is read.
+    draining: Option<(Cow<'static, str>, Drain)>,
     /// Nobody is left; what is begun is written until then.
     leaving: Option<Pin<Box<Sleep>>>,
     end: Option<Cow<'static, str>>,
@@ -256,7 +257,7 @@ impl Driver {
             self.end.get_or_insert(Cow::Borrowed("the connection was closed by the client"));
         }
         if left && self.leaving.is_none() {
-            self.leaving = Some(Box::pin(sleep(DRAIN)));
+            self.leaving = Some(Box::pin(sleep(LEAVE)));
         }
     }
 
@@ -391,7 +392,7 @@ impl Driver {
 
     fn drain(&mut self, reason: Cow<'static, str>) {
         if self.draining.is_none() {
-            self.draining = Some((reason, Box::pin(sleep(DRAIN))));
+            self.draining = Some((reason, Drain::begin()));
         }
     }
 
@@ -619,7 +620,13 @@ impl Driver {
         }
         // No more at once, however large the buffer is: a read that fills what it was given says that there may be
         // more, where one that does not has to wait for the next event. So a peer writes on while it is read.
-        self.ended = match poll_read_buf(io.as_mut(), cx, &mut (&mut self.input).limit(READ)) {
+        let input = &mut self.input;
+        let mut read = |cx: &mut Context<'_>| poll_read_buf(io.as_mut(), cx, &mut (&mut *input).limit(READ));
+        let read = match &mut self.draining {
+            None => read(cx),
+            Some((_, drain)) => drain.poll_read(cx, read),
+        };
+        self.ended = match read {
             Poll::Pending => return false,
             Poll::Ready(Ok(0)) => Some(Cow::Borrowed("the peer closed its end")),
             Poll::Ready(Ok(_)) => None,
@@ -865,20 +872,18 @@ impl Driver {
 
     // ----- the end
 
+    /// Whether the process was seen to have exited: what is in its pipe is to be read.
+    fn poll_exit(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(exited) = &mut self.exited else { return false };
+        if exited.as_mut().poll(cx).is_pending() {
+            return false;
+        }
+        self.exited = None;
+        self.drain(Cow::Borrowed("the peer's process exited"));
+        true
+    }
+
     fn poll_timers(&mut self, cx: &mut Context<'_>) {
-        if let Some(exited) = &mut self.exited
-            && exited.as_mut().poll(cx).is_ready()
-        {
-            self.exited = None;
-            self.drain(Cow::Borrowed("the peer's process exited"));
-        }
-        // What has been read is in no pipe.
-        if !self.unread
-            && let Some((reason, timer)) = &mut self.draining
-            && timer.as_mut().poll(cx).is_ready()
-        {
-            self.end.get_or_insert(mem::take(reason));
-        }
         if let Some(timer) = &mut self.leaving {
             let is_over = timer.as_mut().poll(cx).is_ready();
             if is_over || (self.out.is_done() && self.own.is_empty() && !self.out.unflushed) {
@@ -992,6 +997,7 @@ impl Future for Driver {
                 progress |= this.poll_read(cx);
                 this.settle();
                 progress |= this.poll_answering(cx);
+                progress |= this.poll_exit(cx);
                 this.poll_timers(cx);
             }
             if let Some(reason) = this.end.take() {

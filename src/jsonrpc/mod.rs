@@ -32,6 +32,7 @@
 mod builder;
 mod client;
 mod codec;
+mod drain;
 mod driver;
 mod exchange;
 mod frame;
@@ -49,6 +50,8 @@ pub(crate) use client::WeakClient;
 pub use client::{Client, ResponseFuture};
 #[cfg(feature = "rmcp")]
 pub(crate) use codec::{Lines, Piece, Said, begins_an_answer};
+#[cfg(feature = "rmcp")]
+pub(crate) use drain::Drain;
 #[cfg(feature = "rmcp")]
 pub(crate) use driver::{Late, Remembered};
 #[cfg(feature = "rmcp")]

@@ -1654,6 +1654,32 @@ async fn a_process_that_exits_closes_after_a_short_drain_though_its_pipe_stays_o
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_answer_in_the_pipe_of_a_process_that_has_exited_is_read_however_long_that_takes() {
+    // Behind as much as a process can leave there; without a newline; and behind more than that.
+    for (junk, newline, is_read) in [(900 << 10, "\n", true), (900 << 10, "", true), (2 << 20, "\n", false)] {
+        let (process, exit_now, _group) = process(true);
+        let wire = Wire::open();
+        let client = wire.connect(Client::builder().process(process));
+        let mut call = start(&client, request("one")).await;
+        exit_now.send(()).unwrap();
+        settle().await;
+        wire.set(|state| {
+            state.input = b"y\n".repeat(junk / 2);
+            state.input.extend_from_slice(br#"{"id":1,"result":1}"#);
+            state.input.extend_from_slice(newline.as_bytes());
+        });
+        while client.closure().is_none() {
+            // The turn of the others.
+            advance(Duration::from_millis(100)).await;
+        }
+        let ended = assert_ready!(call.poll());
+        assert_eq!(ended.is_ok(), is_read, "{junk} {newline:?}");
+        let closure = client.closure().unwrap();
+        assert_eq!(closure.to_string(), "the peer's process exited");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_group_that_nobody_watches_any_more_is_not_known_to_be_gone() {
     let (process, _exit_now, group) = process(true);
     let wire = Wire::open();

@@ -6,13 +6,13 @@ use std::{
     fmt,
     future::poll_fn,
     io,
-    pin::{Pin, pin},
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
     task::{Context, Poll, ready},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 use bytes::BytesMut;
@@ -25,7 +25,6 @@ use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadHalf, WriteHalf},
     task::unconstrained,
-    time::{Sleep, sleep},
 };
 use tokio_util::{codec::Decoder, io::poll_read_buf};
 
@@ -38,11 +37,9 @@ use super::{
 use crate::{
     BoxError,
     connection::BoxFuture,
-    jsonrpc::{Batch, Lines, Piece, Said},
+    jsonrpc::{Batch, Drain, Lines, Piece, Said},
 };
 
-/// How long a pipe is read on whose process has exited.
-const DRAIN: Duration = Duration::from_millis(50);
 /// How much is read at once.
 const READ: usize = 16 << 10;
 /// How many messages that are no calls (answers, cancellations, the user's notifications) wait for the pipe at most.
@@ -246,7 +243,7 @@ pub(super) struct Pipe {
     ready: VecDeque<ServerJsonRpcMessage>,
     /// The child's own exit: a grandchild may keep its output open for ever.
     exited: Option<BoxFuture<()>>,
-    draining: Option<Pin<Box<Sleep>>>,
+    draining: Option<Drain>,
     ended: bool,
 }
 
@@ -280,9 +277,7 @@ impl Pipe {
             if self.portion == 0 {
                 self.portion = Batch::PORTION;
                 // What never runs empty hides the child's exit no more than what others have to do.
-                if !self.ended && self.poll_exit(cx).is_ready() {
-                    self.let_go();
-                }
+                self.poll_exit(cx);
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
@@ -291,20 +286,23 @@ impl Pipe {
                 continue;
             }
             let Some(reader) = self.reader.as_mut().filter(|_| !self.ended) else { return Poll::Ready(None) };
+            let mut reader = Pin::new(reader);
             if self.input.capacity() - self.input.len() < READ / 4 {
                 self.input.reserve(READ);
             }
-            let read = match poll_read_buf(Pin::new(reader), cx, &mut self.input) {
-                Poll::Ready(read) => {
-                    self.portion -= 1;
-                    read
-                }
-                Poll::Pending => {
-                    self.portion = Batch::PORTION;
-                    ready!(self.poll_exit(cx));
-                    Ok(0)
-                }
+            let mut read = |cx: &mut Context<'_>| poll_read_buf(reader.as_mut(), cx, &mut self.input);
+            let read = match &mut self.draining {
+                None => read(cx),
+                Some(drain) => drain.poll_read(cx, read),
             };
+            let Poll::Ready(read) = read else {
+                self.portion = Batch::PORTION;
+                if self.poll_exit(cx) {
+                    continue;
+                }
+                return Poll::Pending;
+            };
+            self.portion -= 1;
             let at_end = !matches!(read, Ok(read) if read > 0);
             if at_end {
                 self.let_go();
@@ -348,22 +346,16 @@ impl Pipe {
         self.input = input;
     }
 
-    /// Ready when the child has exited and what was in the pipe has had its time; also where reading has used up the
-    /// task's turn.
-    fn poll_exit(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        pin!(unconstrained(poll_fn(|cx| self.poll_drained(cx)))).poll(cx)
-    }
-
-    fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if let Some(exited) = &mut self.exited {
-            ready!(exited.as_mut().poll(cx));
-            self.exited = None;
-            self.draining = Some(Box::pin(sleep(DRAIN)));
+    /// Whether the child was seen to have exited, also where reading has used up the task's turn: what is in its pipe
+    /// is to be read.
+    fn poll_exit(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some(exited) = &mut self.exited else { return false };
+        if Pin::new(&mut unconstrained(exited.as_mut())).poll(cx).is_pending() {
+            return false;
         }
-        match &mut self.draining {
-            Some(draining) => draining.as_mut().poll(cx),
-            None => Poll::Ready(()),
-        }
+        self.exited = None;
+        self.draining = Some(Drain::begin());
+        true
     }
 
     fn read(&mut self, piece: Piece) {
