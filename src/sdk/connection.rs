@@ -421,21 +421,21 @@ impl Inner {
         id > state.last_id || state.sent.get(&id).is_some_and(|call| !call.is_out())
     }
 
-    /// An answer with that id came that the SDK cannot read: the call that waits for it, if one does.
-    pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Arc<Exchange>> {
+    /// An answer with that id came that the SDK cannot read. `Some`: the SDK may wait for it, for that call if it is one.
+    pub(super) fn answered_oddly(&self, id: i64, said: Said) -> Option<Option<Arc<Exchange>>> {
         let late = {
             let mut state = self.lock();
-            let late = state.late(id);
-            if late.is_none() {
-                let call = state.sent.get(&id).filter(|call| call.is_out())?;
-                call.answered(said);
-                return Some(Arc::clone(call));
+            match (state.late(id), state.sent.get(&id)) {
+                (Some(late), _) => late,
+                (None, Some(call)) => {
+                    let call = Some(call).filter(|call| call.is_out())?;
+                    call.answered(said);
+                    return Some(Some(Arc::clone(call)));
+                }
+                (None, None) => return (0..=state.last_id).contains(&id).then_some(None),
             }
-            late
         };
-        if let Some(late) = late {
-            late.report_as(said);
-        }
+        late.report_as(said);
         None
     }
 

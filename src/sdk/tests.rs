@@ -14,8 +14,8 @@ use std::{
 
 use futures_util::future::join_all;
 use rmcp::{
-    RoleClient,
-    model::CustomRequest,
+    RoleClient, ServiceError,
+    model::{CallToolRequestParams, CustomRequest, ErrorCode},
     service::{ClientLifecycleMode, RunningService, serve_client_with_lifecycle},
 };
 use serde_json::{Value, json};
@@ -710,6 +710,45 @@ async fn a_late_success_is_reported_whatever_its_size_and_whether_the_sdk_can_re
             settle().await;
             assert_eq!(*seen.lock().unwrap(), reports, "{} {is_dropped}", &answer[..12]);
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_of_two_answers_counts_also_where_the_sdk_cannot_read_one_of_them() {
+    let answer = |answer: &str| format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#);
+    let (readable, odd) = (answer(r#""result":{"content":[]}"#), answer(r#""error":1"#));
+    for (lines, reports) in
+        [(format!("{readable}\n{odd}"), &[(false, false)][..]), (format!("{odd}\n{readable}"), &[])]
+    {
+        let lab = Lab::new().await;
+        let mut request = tool("mute");
+        let seen = late_answers(&mut request);
+        let call = lab.begin(request).await;
+        lab.says(&lines).await;
+        settle().await;
+        drop(call);
+        settle().await;
+        assert_eq!(*seen.lock().unwrap(), reports, "{lines}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_no_call_ends_with_an_answer_that_the_sdk_cannot_read() {
+    let long = "x".repeat((64 << 20) + 1);
+    for answer in [r#""error":{"code":"x"}"#.to_owned(), format!(r#""result":"{long}""#)] {
+        let lab = Lab::new().await;
+        let peer = lab.inner.peer().unwrap();
+        let mut asking = task::spawn(peer.call_tool(CallToolRequestParams::new("mute")));
+        assert!(asking.poll().is_pending());
+        settle().await;
+        // Of what was not asked yet it says nothing.
+        for id in [2, 1] {
+            assert!(asking.poll().is_pending());
+            lab.says(&format!(r#"{{"jsonrpc":"2.0","id":{id},{answer}}}"#)).await;
+            settle().await;
+        }
+        let Poll::Ready(Err(ServiceError::McpError(error))) = asking.poll() else { panic!("it waits") };
+        assert_eq!(error.code, ErrorCode::INTERNAL_ERROR);
     }
 }
 

@@ -225,6 +225,13 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 type Writer = Arc<tokio::sync::Mutex<Option<WriteHalf<Box<dyn Io>>>>>;
 
+/// An answer that the SDK cannot read.
+struct OddAnswer {
+    id: Option<i64>,
+    said: Said,
+    sight: Sight,
+}
+
 /// One message a line over the pipes of a child process.
 pub(super) struct Pipe {
     inner: Arc<Inner>,
@@ -240,7 +247,8 @@ pub(super) struct Pipe {
     unread: bool,
     /// How much is looked at before others have their turn.
     portion: usize,
-    ready: VecDeque<ServerJsonRpcMessage>,
+    /// What was read, in the order of the pipe.
+    ready: VecDeque<Result<ServerJsonRpcMessage, OddAnswer>>,
     /// The child's own exit: a grandchild may keep its output open for ever.
     exited: Option<BoxFuture<()>>,
     draining: Option<Drain>,
@@ -271,8 +279,11 @@ impl Pipe {
     /// The next message; `None` at the end.
     fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<Option<ServerJsonRpcMessage>> {
         loop {
-            if let Some(message) = self.ready.pop_front() {
-                return Poll::Ready(Some(message));
+            if let Some(read) = self.ready.pop_front() {
+                match read.or_else(|odd| self.end_oddly(odd)) {
+                    Ok(message) => return Poll::Ready(Some(message)),
+                    Err(()) => continue,
+                }
             }
             if self.portion == 0 {
                 self.portion = Batch::PORTION;
@@ -370,7 +381,8 @@ impl Pipe {
                 tracing::debug!(target: "goaround", "a line above the limit was ignored");
             }
             Piece::TooLongAnswer(id) => {
-                self.end_oddly(i64::try_from(id).ok(), self.lines.said(), Sight::TooLarge(MAX_LINE));
+                let (id, sight) = (i64::try_from(id).ok(), Sight::TooLarge(MAX_LINE));
+                self.ready.push_back(Err(OddAnswer { id, said: self.lines.said(), sight }));
             }
         }
     }
@@ -380,7 +392,7 @@ impl Pipe {
             return self.ignore(false);
         }
         match serde_json::from_slice(message) {
-            Ok(message) => self.ready.push_back(message),
+            Ok(message) => self.ready.push_back(Ok(message)),
             Err(_) => self.odd_answer(message),
         }
     }
@@ -389,11 +401,8 @@ impl Pipe {
     fn odd_answer(&mut self, message: &[u8]) {
         match Envelope::of(message) {
             Some(envelope) if envelope.is_answer() => {
-                self.end_oddly(
-                    envelope.number(),
-                    envelope.said(),
-                    Sight::Odd(HttpErrorKind::NotJsonRpc, None),
-                );
+                let sight = Sight::Odd(HttpErrorKind::NotJsonRpc, None);
+                self.ready.push_back(Err(OddAnswer { id: envelope.number(), said: envelope.said(), sight }));
             }
             envelope => self.ignore(envelope.is_some_and(|envelope| envelope.is_message())),
         }
@@ -404,13 +413,17 @@ impl Pipe {
         tracing::debug!(target: "goaround", "what is no message was ignored");
     }
 
-    /// Ends the call of that id with what was seen. The SDK is told in words that it knows.
-    fn end_oddly(&mut self, id: Option<i64>, said: Said, sight: Sight) {
-        let exchange = id.and_then(|id| self.inner.answered_oddly(id, said));
-        if let (Some(id), Some(exchange)) = (id, exchange) {
+    /// Ends the request of that id, with what was seen if it is a call's. The SDK is told in words that it knows.
+    fn end_oddly(&self, OddAnswer { id, said, sight }: OddAnswer) -> Result<ServerJsonRpcMessage, ()> {
+        let told = id.and_then(|id| Some((id, self.inner.answered_oddly(id, said)?)));
+        let Some((id, exchange)) = told else {
+            self.inner.heard();
+            return Err(());
+        };
+        if let Some(exchange) = exchange {
             exchange.saw(sight);
-            self.ready.push_back(seen_elsewhere(RequestId::Number(id)));
         }
+        Ok(seen_elsewhere(RequestId::Number(id)))
     }
 
     /// Whoever supervises the child sees that nobody holds the pipes any more. A write that a server which does not
@@ -425,7 +438,7 @@ impl Pipe {
     }
 }
 
-/// An answer for the SDK alone, to a call of which the transport has seen the end.
+/// An answer for the SDK alone, to a request of which the transport has seen the end.
 pub(super) fn seen_elsewhere(id: RequestId) -> ServerJsonRpcMessage {
     let error = rmcp::model::ErrorData::internal_error("no answer that can be read", None);
     ServerJsonRpcMessage::error(error, Some(id))
