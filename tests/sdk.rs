@@ -544,8 +544,9 @@ async fn a_page_of_a_lost_session_is_refused_and_a_whole_list_begun_again() {
     assert_eq!(names, ["a", "b"]);
     assert_eq!(client.generation(), Some(2));
     let page = |cursor: &str| PaginatedRequestParams::default().with_cursor(Some(cursor.into()));
-    for old in [Request::list_tools(Some(page("first"))), by_hand("tools/list", json!({ "cursor": "first" }))]
-    {
+    let by_hand = |method| by_hand(method, json!({ "cursor": "first" }));
+    let typed = Request::list_tools(Some(page("first")));
+    for old in [typed, by_hand("tools/list"), by_hand("tasks/list")] {
         let error = client.send(old).await.unwrap_err();
         assert!(matches!(error.cause(), Cause::Refused(Refusal::CursorOfAnotherSession)));
     }

@@ -14,6 +14,7 @@ use serde_json::{json, value::RawValue};
 use super::{
     ProtocolVersion,
     handshake::{self, Plan},
+    methods::LISTS,
     rules::tool_of,
     session::{Inbox, LISTEN, Memory, Session, Wires},
     settings::Settings,
@@ -289,9 +290,7 @@ enum Kind {
 impl Kind {
     fn of(method: &str) -> Self {
         match method {
-            "tools/list" | "prompts/list" | "resources/list" | "resources/templates/list" | "tasks/list" => {
-                Kind::List
-            }
+            list if LISTS.contains(&list) => Kind::List,
             "logging/setLevel" => Kind::Level,
             "resources/subscribe" => Kind::Subscribe,
             "resources/unsubscribe" => Kind::Unsubscribe,

@@ -113,6 +113,10 @@ pub const METHODS: &[Method] = &[
     method("tasks/update", Effect::Write, V2026_07_28, V2026_07_28),
 ];
 
+/// The lists that have pages.
+pub(crate) const LISTS: [&str; 5] =
+    ["tools/list", "prompts/list", "resources/list", "resources/templates/list", "tasks/list"];
+
 /// What a call of that method may do, by the protocol's definition; `None` for a method that no version has,
 /// which is a write as long as nobody says otherwise.
 ///

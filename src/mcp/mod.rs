@@ -75,6 +75,7 @@ use tower::Service;
 #[cfg(feature = "rmcp")]
 pub(crate) use self::{
     catalog::{Catalog, Listed},
+    methods::LISTS,
     rules::Params,
     session::Cursors,
 };

@@ -27,6 +27,7 @@ use tower::{Layer, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService
 
 use super::{
     connection::{Open, connect},
+    methods::LISTS,
     settings::Settings,
     *,
 };
@@ -938,8 +939,6 @@ async fn a_stream_must_be_acknowledged_in_time() {
 }
 
 // ----- cursors
-
-const LISTS: [&str; 4] = ["tools/list", "prompts/list", "resources/list", "resources/templates/list"];
 
 #[tokio::test(start_paused = true)]
 async fn a_page_of_another_session_is_refused() {

@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::{
     Call, CallContext, Effect,
-    mcp::{self, METHODS, Params},
+    mcp::{self, LISTS, METHODS, Params},
     write_safety::{TakesKeys, keyed::sealed::Sealed},
 };
 
@@ -170,9 +170,6 @@ impl Request {
         Self { request: self.request.clone(), context }
     }
 }
-
-/// The lists that have pages.
-const LISTS: [&str; 4] = ["tools/list", "prompts/list", "resources/list", "resources/templates/list"];
 
 /// A list's request with these parameters.
 fn list<R: List>(params: Option<PaginatedRequestParams>) -> ClientRequest {
