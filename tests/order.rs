@@ -578,7 +578,8 @@ async fn no_replay_lands_on_a_write_that_was_let_go_before_it_and_sent_after_it(
         *between.lock().unwrap() = Some(second);
         tokio::time::sleep(2 * SECOND).await;
         assert_eq!(first.await.unwrap(), 1);
-        let second = between.lock().unwrap().take().unwrap().await;
+        let second = between.lock().unwrap().take().unwrap();
+        let second = second.await;
         let log = lab.log.timed();
         assert_eq!(second.unwrap_err().outcome(), Outcome::NotDone, "{log:#?}");
         assert_eq!((landed(&log), lab.log.count("dies with W2")), (vec!["W1"], 1), "{log:#?}");
