@@ -685,8 +685,8 @@ struct ActivityState {
     taken_over: u32,
     /// Whether one has told that it is in doubt, or begun to.
     told: bool,
-    /// Whether one has told what has become of it, to nobody who waits.
-    resolved: bool,
+    /// One has told what has become of it, to nobody who waits: whether it has landed, rather than that it was answered.
+    resolved: Option<bool>,
     /// Whether the layer whose attempt it is has, while one further in had it still: that one is silent then.
     told_outside: bool,
     /// Whether one had it and its call ended otherwise than as not done.
@@ -948,12 +948,12 @@ impl Activity {
     }
 
     /// A layer further in tells what has become of it, and its caller has gone away.
-    pub(crate) fn resolve(&self) {
-        self.lock().resolved = true;
+    pub(crate) fn resolve(&self, landed: bool) {
+        self.lock().resolved = Some(landed);
     }
 
-    /// Whether one did: of a caller who has gone away further out, too, there is nothing more to tell.
-    pub(crate) fn was_resolved(&self) -> bool {
+    /// What that is, if one did: of a caller who has gone away further out, too, there is nothing more to tell.
+    pub(crate) fn resolved(&self) -> Option<bool> {
         self.lock().resolved
     }
 

@@ -2777,24 +2777,35 @@ async fn a_key_that_is_put_by_making_the_request_anew_loses_no_report_and_no_tim
     assert_eq!(lab.events.doubts(), 1, "{:?}", lab.events.all());
 }
 
-/// A layer further in has found that it landed, and is dropped while its ledger records that.
+/// A layer further in knows what has become of it, and is dropped while its ledger records that: by what is in between, or
+/// since the caller goes away.
 #[tokio::test(start_paused = true)]
-async fn an_unknown_is_reported_though_a_layer_further_in_was_about_to_tell_that_it_landed() {
-    let lab = Lab::new();
-    lab.write(fail(CallError::ambiguous("reset")));
-    let store = Store::new(&lab.log).shut("settle");
-    let check = Safety::new(|doubt: Doubt| async move { Ok::<_, BoxError>(doubt.landed(7)) });
-    let inner = check.ledger(store).on_event(lab.events.sink()).layer(lab.connection());
-    let inner: BoxCloneService<Req, Res, CallError> = BoxCloneService::new(inner);
-    let between = service_fn(move |request: Req| -> Answer {
-        let answer: Answer = Box::pin(inner.clone().oneshot(request));
-        let answer = tokio::time::timeout(SECOND, answer);
-        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed"))) })
-    });
-    let outer = Safety::refuse().on_event(lab.events.sink()).layer(between);
-    let ledger = outer.ledger();
-    assert_eq!(outer.oneshot(write()).await.unwrap_err().outcome(), Outcome::Unknown);
-    let unknown = |seen: &&Seen| matches!(seen, Seen::InDoubt { outcome: Some(Outcome::Unknown), .. });
-    assert_eq!(lab.events.all().iter().filter(unknown).count(), 1, "{:?}", lab.events.all());
-    assert_eq!(ledger.in_doubt().await.unwrap().len(), 1);
+async fn an_unknown_is_reported_though_a_layer_further_in_was_about_to_tell_what_it_knew() {
+    let verdicts: [fn(&Doubt) -> Verdict<Res>; 2] =
+        [|doubt| doubt.landed(7), |doubt| doubt.landed_without_result()];
+    for (verdict, leaves) in verdicts.into_iter().flat_map(|verdict| [(verdict, false), (verdict, true)]) {
+        let lab = Lab::new();
+        lab.write(fail(CallError::ambiguous("reset")));
+        let store = Store::new(&lab.log).shut("settle");
+        let check = Safety::new(move |doubt: Doubt| async move { Ok::<_, BoxError>(verdict(&doubt)) });
+        let inner = check.ledger(store).on_event(lab.events.sink()).layer(lab.connection());
+        let inner: BoxCloneService<Req, Res, CallError> = BoxCloneService::new(inner);
+        let between = service_fn(move |request: Req| -> Answer {
+            let answer: Answer = Box::pin(inner.clone().oneshot(request));
+            let answer = tokio::time::timeout(2 * SECOND, answer);
+            Box::pin(async move { answer.await.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed"))) })
+        });
+        let outer = Safety::refuse().conflict_key(|_| Some("k")).on_event(lab.events.sink()).layer(between);
+        let ledger = outer.ledger();
+        let left = if leaves { SECOND } else { 10 * SECOND };
+        let told = tokio::time::timeout(left, outer.oneshot(write())).await.ok();
+        let told = told.map(|told| told.unwrap_err().outcome());
+        assert_eq!(told, (!leaves).then_some(Outcome::Unknown));
+        let unknown = |seen: &&Seen| {
+            matches!(seen, Seen::InDoubt { outcome: Some(Outcome::Unknown), .. } | Seen::Abandoned { .. })
+        };
+        let (all, unknowns) = (lab.events.all(), usize::from(!leaves));
+        assert_eq!(all.iter().filter(unknown).count(), unknowns, "{all:?}");
+        assert_eq!((ledger.in_doubt().await.unwrap().len(), lab.events.doubts()), (unknowns, 1 + unknowns));
+    }
 }

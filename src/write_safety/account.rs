@@ -425,13 +425,16 @@ impl Recorded {
 impl<Res> Drop for Closing<Res> {
     fn drop(&mut self) {
         self.leave();
-        if let Some(news) = &self.news {
-            let has_landed = matches!(self.result, Some(Ok(_)));
-            self.back.told |=
-                news.abandoned.is_some() || (news.doubt.is_some() && !self.back.not_done && !has_landed);
-            // A layer further out may yet tell its own caller that it is unknown.
-            if let Some(above) = self.back.above.as_ref().filter(|_| news.doubt.is_some() && has_landed) {
-                above.resolve();
+        if let Some(news) = &self.news
+            && (news.abandoned.is_some() || news.doubt.is_some())
+            && !self.back.not_done
+        {
+            // What else it tells is known. A layer further out may yet tell its own caller that it is unknown.
+            let is_unknown = |error: &CallError| error.outcome() == Outcome::Unknown;
+            self.back.told =
+                self.result.as_ref().is_some_and(|result| result.as_ref().is_err_and(is_unknown));
+            if let Some(above) = self.back.above.as_ref().filter(|_| !self.back.told) {
+                above.resolve(news.doubt.is_some());
             }
         }
         self.back.give_unread();

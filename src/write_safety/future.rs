@@ -171,6 +171,8 @@ struct WriteCall<S, Req, Res> {
     trail: Option<Arc<Trail>>,
     /// Whether a service is being called, so that a panic leaves a doubt.
     handing_over: bool,
+    /// Whether one was called that has yet to be polled: another thread may have called its own just before it.
+    called: bool,
     /// Whether the end of an attempt is being judged, which calls the caller's code, so that a panic leaves a doubt.
     judging: bool,
     /// Whether an attempt itself succeeded, rather than a check that found it.
@@ -458,7 +460,7 @@ where
             if self.line.is_some() {
                 self.take_place();
             }
-            if first {
+            if mem::take(&mut self.called) || first {
                 self.look_as_it_begins();
             }
             if let Some(Poll::Ready(result)) = polled {
@@ -1050,7 +1052,7 @@ where
         }
         self.handing_over = true;
         attempt.set(Some(service.call(request)));
-        self.handing_over = false;
+        (self.handing_over, self.called) = (false, true);
         Poll::Ready(Ok(()))
     }
 
@@ -1581,6 +1583,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             trail: None,
             line: None,
             handing_over: false,
+            called: false,
             judging: false,
             answered: false,
         }
@@ -1756,11 +1759,14 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
         let beside = self.is_beside();
         unsettle(&mut self.attempts, |fence| !fence.stops_the_attempt() || (beside && is_quarantine(fence)));
         let in_doubt = self.attempts.iter().any(Attempt::is_in_doubt) && !off!(DropGuard);
-        let state = match in_doubt {
-            true => State::InDoubt { reason: "abandoned by its caller".to_owned() },
-            false => not_landed(&self.attempts, "abandoned"),
+        let resolved = self.parts.current.activity.resolved();
+        let state = match (in_doubt, resolved) {
+            (true, None) => State::InDoubt { reason: "abandoned by its caller".to_owned() },
+            (true, Some(true)) => State::Landed { by: "a layer further in".to_owned() },
+            (true, Some(false)) => State::Answered,
+            (false, _) => not_landed(&self.attempts, "abandoned"),
         };
-        let told = in_doubt && !self.parts.current.activity.was_resolved() && self.tells(true);
+        let told = in_doubt && resolved.is_none() && self.tells(true);
         self.what_goes_back(in_doubt, !in_doubt).give_unread();
         self.parts.account.interrupt();
         let _ = self.enter_end(&state, told);
