@@ -281,6 +281,13 @@ impl Inner {
         let _ = quietly(posting.wait_for(|posting| *posting == 0)).await;
     }
 
+    /// Waits for the connection's end.
+    pub(super) async fn until_closed(&self) {
+        let mut closed = self.closed.subscribe();
+        // Its sender is here.
+        let _ = quietly(closed.wait_for(Option::is_some)).await;
+    }
+
     // ----- what the transport tells
 
     /// A call is given to the transport.

@@ -60,6 +60,8 @@ struct Room {
     bytes: usize,
     /// Who waits for more.
     waker: Option<Waker>,
+    /// Whether the server reads no more.
+    is_broken: bool,
 }
 
 impl AsyncRead for Narrow {
@@ -76,6 +78,9 @@ impl AsyncWrite for Narrow {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let Self { pipe, room } = &mut *self;
         let mut room = room.lock().unwrap();
+        if room.is_broken {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
         if room.bytes == 0 {
             room.waker = Some(cx.waker().clone());
             return Poll::Pending;
@@ -127,7 +132,7 @@ impl Lab {
         let output = Arc::new(tokio::sync::Mutex::new(output));
         let cancelled: Arc<Mutex<Vec<u64>>> = Arc::default();
         tokio::spawn(serve(input, Arc::clone(&output), Arc::clone(&asked), Arc::clone(&cancelled)));
-        let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None }));
+        let room = Arc::new(Mutex::new(Room { bytes: usize::MAX, waker: None, is_broken: false }));
         let memory = Arc::new(Memory::new(ToolRules::new()));
         let (inner, _) = Inner::new(Kind::Pipe, memory, 5 * SECOND, None, 1);
         let narrow = Narrow { pipe: ours, room: Arc::clone(&room) };
@@ -785,6 +790,20 @@ async fn an_answer_to_a_call_that_was_given_up_half_written_is_none_before_it_is
     lab.leave_room(usize::MAX);
     settle().await;
     assert_eq!((lab.asked(), &*seen.lock().unwrap()), (vec!["first".to_owned()], &vec![(false, false)]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_a_server_gave_before_it_read_no_more_is_read_when_a_write_fails() {
+    let lab = Lab::new().await;
+    let first = lab.begin(tool("mute")).await;
+    lab.room.lock().unwrap().is_broken = true;
+    let mut second = lab.begin(tool("second")).await;
+    lab.says(r#"{"jsonrpc":"2.0","id":1,"result":{"content":[]}}"#).await;
+    first.await.unwrap();
+    sleep(SECOND).await;
+    let error = failed(&mut second);
+    assert_eq!((error.delivery(), lab.asked()), (Delivery::NotSent, vec!["mute".to_owned()]));
+    assert!(error.to_string().contains("writing to the server failed"), "{error}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -9,7 +9,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, ready},
     time::SystemTime,
@@ -24,6 +24,7 @@ use rmcp::{
 use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadHalf, WriteHalf},
+    sync::Notify,
     task::unconstrained,
 };
 use tokio_util::{codec::Decoder, io::poll_read_buf};
@@ -38,6 +39,7 @@ use crate::{
     BoxError,
     connection::BoxFuture,
     jsonrpc::{Batch, Drain, Lines, Piece, Said},
+    wakers::quietly,
 };
 
 /// How much is read at once.
@@ -225,6 +227,13 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 type Writer = Arc<tokio::sync::Mutex<Option<WriteHalf<Box<dyn Io>>>>>;
 
+/// Whether a write has failed: what the child has answered before that is read, and then the connection closes.
+#[derive(Default)]
+struct WriteFailed {
+    has: AtomicBool,
+    told: Notify,
+}
+
 /// An answer that the SDK cannot read.
 struct OddAnswer {
     id: Option<i64>,
@@ -249,8 +258,9 @@ pub(super) struct Pipe {
     portion: usize,
     /// What was read, in the order of the pipe.
     ready: VecDeque<Result<ServerJsonRpcMessage, OddAnswer>>,
-    /// The child's own exit: a grandchild may keep its output open for ever.
+    /// The child's own exit: a grandchild may keep its output open for ever. Or that it takes nothing any more.
     exited: Option<BoxFuture<()>>,
+    write_failed: Arc<WriteFailed>,
     draining: Option<Drain>,
     ended: bool,
 }
@@ -259,6 +269,14 @@ impl Pipe {
     pub(super) fn new(inner: Arc<Inner>, pipes: impl Io + 'static, exited: BoxFuture<()>) -> Self {
         let pipes: Box<dyn Io> = Box::new(pipes);
         let (reader, writer) = tokio::io::split(pipes);
+        let write_failed = Arc::<WriteFailed>::default();
+        let failed = Arc::clone(&write_failed);
+        let exited = async move {
+            tokio::select! {
+                () = exited => {}
+                () = quietly(failed.told.notified()) => {}
+            }
+        };
         Self {
             inner,
             reader: Some(reader),
@@ -270,7 +288,8 @@ impl Pipe {
             unread: false,
             portion: Batch::PORTION,
             ready: VecDeque::new(),
-            exited: Some(exited),
+            exited: Some(Box::pin(exited)),
+            write_failed,
             draining: None,
             ended: false,
         }
@@ -296,7 +315,12 @@ impl Pipe {
                 self.work_off();
                 continue;
             }
-            let Some(reader) = self.reader.as_mut().filter(|_| !self.ended) else { return Poll::Ready(None) };
+            let Some(reader) = self.reader.as_mut().filter(|_| !self.ended) else {
+                if self.write_failed.has.load(Ordering::Acquire) {
+                    self.inner.close("writing to the server failed");
+                }
+                return Poll::Ready(None);
+            };
             let mut reader = Pin::new(reader);
             if self.input.capacity() - self.input.len() < READ / 4 {
                 self.input.reserve(READ);
@@ -449,6 +473,7 @@ impl AnyTransport for Pipe {
         let writer = Arc::clone(&self.writer);
         let inner = Arc::clone(&self.inner);
         let waiting = Arc::clone(&self.waiting);
+        let write_failed = Arc::clone(&self.write_failed);
         let exchange = Exchange::of(&message);
         let frame = serde_json::to_vec(&message).map(|mut frame| {
             frame.push(b'\n');
@@ -492,8 +517,10 @@ impl AnyTransport for Pipe {
                             inner.written(&exchange);
                         }
                         Some(Err(error)) => {
-                            // What was written of it is known there, and the pipe is of no use any more.
-                            inner.close("writing to the server failed");
+                            write_failed.has.store(true, Ordering::Release);
+                            write_failed.told.notify_one();
+                            // What was written of it is known there.
+                            inner.until_closed().await;
                             return Err(TransportError::of(error));
                         }
                     }
