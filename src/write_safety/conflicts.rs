@@ -562,7 +562,9 @@ impl Passage {
 
     /// After that.
     pub(super) fn look_again(&mut self) {
-        if mem::take(&mut self.begins) || self.line.as_ref().is_some_and(|line| line.went()) {
+        if mem::take(&mut self.begins)
+            || self.line.as_ref().is_some_and(|line| line.went() && !off!(WriteWait))
+        {
             self.count_anew();
         }
     }

@@ -1118,7 +1118,7 @@ where
             Some(hold) => hold.take_place(line),
             None => self.sequence = line.place().writes,
         }
-        if line.went() {
+        if line.went() && !off!(WriteWait) {
             self.look_as_it_begins();
         }
     }
