@@ -2789,12 +2789,7 @@ async fn an_unknown_is_reported_though_a_layer_further_in_was_about_to_tell_what
         let store = Store::new(&lab.log).shut("settle");
         let check = Safety::new(move |doubt: Doubt| async move { Ok::<_, BoxError>(verdict(&doubt)) });
         let inner = check.ledger(store).on_event(lab.events.sink()).layer(lab.connection());
-        let inner: BoxCloneService<Req, Res, CallError> = BoxCloneService::new(inner);
-        let between = service_fn(move |request: Req| -> Answer {
-            let answer: Answer = Box::pin(inner.clone().oneshot(request));
-            let answer = tokio::time::timeout(2 * SECOND, answer);
-            Box::pin(async move { answer.await.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed"))) })
-        });
+        let between = gives_up(BoxCloneService::new(inner), 2 * SECOND);
         let outer = Safety::refuse().conflict_key(|_| Some("k")).on_event(lab.events.sink()).layer(between);
         let ledger = outer.ledger();
         let left = if leaves { SECOND } else { 10 * SECOND };

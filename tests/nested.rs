@@ -325,20 +325,6 @@ where
     })
 }
 
-/// What gives each answer up after that time.
-fn gives_up(
-    below: BoxCloneService<Req, Res, CallError>,
-    after: std::time::Duration,
-) -> impl Service<Req, Response = Res, Error = CallError, Future: Send> + Clone + Send + 'static {
-    service_fn(move |request: Req| -> Answer {
-        let answer: Answer = Box::pin(below.clone().oneshot(request));
-        Box::pin(async move {
-            let answer = tokio::time::timeout(after, answer).await;
-            answer.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
-        })
-    })
-}
-
 /// Its caller leaves, or a service in between gives it up. Further in it lives on, and may have told of it already where what
 /// is in between holds that up.
 #[tokio::test(start_paused = true)]

@@ -7,7 +7,8 @@
 //!
 //! A deadline that the caller gave the call ([`Call::within`],
 //! [`Call::deadline`]) wins over the layer's default. Of the defaults of nested layers
-//! the earlier instant wins, also where a call that one stack has handed back unsent goes to another one. [`Deadline::Never`] is a value like any other.
+//! the earlier instant wins, also where a call that one stack has handed back unsent goes to another one.
+//! [`Deadline::Never`] is a value like any other.
 //!
 //! # Idle limits
 //!
@@ -265,8 +266,8 @@ impl Entered {
     }
 }
 
-/// Polls a future for the last time: an answer that is there wins, also where the task's turn is used up. Tokio gives it
-/// 128 polls of its channels and timers, and lets them say after that that nothing is there.
+/// Polls a future whatever is left of the task's turn, as for the last time: what is there wins. Tokio gives a task 128 polls
+/// of its channels and timers, and lets them say after that that nothing is there.
 pub(crate) fn once_more<F: Future + ?Sized>(future: Pin<&mut F>, cx: &mut Context<'_>) -> Option<F::Output> {
     match pin!(unconstrained(future)).poll(cx) {
         Poll::Ready(output) => Some(output),

@@ -112,8 +112,8 @@ impl Builder {
     /// Without it, a request is begun once the transport was offered a byte of it, of which that may have kept a copy, and
     /// sent it: an answer to it counts from then on, and at a closure, or at its deadline, it is ambiguous. With it, one is
     /// begun once the transport has accepted a byte of it, and one that was cut at a closure is provably not processed: it
-    /// may be handed over again, also if it is a write. What is not begun is provably not sent: it can be withdrawn, and does not go after its time, though it
-    /// lies in this client's buffer. A false declaration repeats writes.
+    /// may be handed over again, also if it is a write. What is not begun is provably not sent: it can be withdrawn, and
+    /// does not go after its time, though it lies in this client's buffer. A false declaration repeats writes.
     ///
     /// Requests that are made at the same time go in one write. Without the declaration each write that a
     /// [`WriteSafetyLayer`](crate::WriteSafetyLayer) watches over begins one of its own, so that it is not offered while

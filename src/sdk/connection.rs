@@ -27,7 +27,6 @@ use rmcp::{
 use tokio::{
     runtime::Handle as Runtime,
     sync::{Notify, watch},
-    task::unconstrained,
     time::{Instant, sleep, sleep_until, timeout},
 };
 
@@ -42,6 +41,7 @@ use crate::{
     Basis, Call, CallError, Closure, Delivery, Pause, Refusal, Scope,
     call::effect_of,
     connection::{self, BoxFuture},
+    deadline::once_more,
     event,
     jsonrpc::{Late, Process, ProcessFacts, Remembered, Said},
     mcp::{Cursors, Listed},
@@ -1047,8 +1047,8 @@ impl Waiting {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Waited> {
         let first = !mem::replace(&mut self.polled, true);
         // An answer that is there wins, also where the task's turn is used up at tokio's channels.
-        let mut answer = unconstrained(poll_fn(|cx| self.poll_answer(cx)));
-        if let Poll::Ready(outcome) = Pin::new(&mut answer).poll(cx) {
+        let mut answer = poll_fn(|cx| self.poll_answer(cx));
+        if let Some(outcome) = once_more(Pin::new(&mut answer), cx) {
             return Poll::Ready(Some(outcome));
         }
         if let Some(error) = self.exchange.poll_end(cx) {

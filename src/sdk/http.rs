@@ -940,8 +940,6 @@ fn sse(event: Event) -> Sse {
     }
 }
 
-// ===== impl Answering =====
-
 /// Whether an answer can be one: what is no call has left.
 fn has_left(exchange: Option<&Exchange>) -> bool {
     exchange.is_none_or(Exchange::has_left)
@@ -959,6 +957,8 @@ fn was_answered(inner: &Inner, id: Option<&RequestId>, said: Said) {
         inner.answered_oddly(*id, said);
     }
 }
+
+// ===== impl Answering =====
 
 /// The stream that answers a post, and its resumptions.
 struct Answering {
@@ -993,7 +993,8 @@ impl Answering {
                 Ok(Some(chunk)) => {
                     self.client.shared.inner.heard();
                     if self.parser.read(&chunk).is_err() {
-                        return self.end_oddly(self.too_large());
+                        let (sight, said) = self.too_large();
+                        return self.end_oddly(sight, said);
                     }
                 }
                 // What is there of an event is none.
@@ -1021,11 +1022,11 @@ impl Answering {
         if envelope.is_answer() {
             let answers = self.id.as_ref().is_some_and(|id| envelope.answers(id));
             if !answers && !self.is_handshake {
-                return self.end_oddly(Sight::Odd(HttpErrorKind::WrongId, None));
+                return self.end_oddly(Sight::Odd(HttpErrorKind::WrongId, None), None);
             }
             if serde_json::from_str::<ServerJsonRpcMessage>(&event.data).is_err() {
-                was_answered(&self.client.shared.inner, self.id.as_ref(), envelope.said());
-                return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None));
+                let said = envelope.said();
+                return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None), Some(said));
             }
             self.end();
             // Of what has not left the stream's end tells the SDK.
@@ -1037,7 +1038,7 @@ impl Answering {
     }
 
     /// What an event above the limit says: only an answer is one.
-    fn too_large(&self) -> Sight {
+    fn too_large(&self) -> (Sight, Option<Said>) {
         let id = match self.id {
             Some(RequestId::Number(id)) => u64::try_from(id).ok(),
             _ => None,
@@ -1046,11 +1047,8 @@ impl Answering {
         // A line's end within JSON is white space.
         data.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b' ');
         match id.is_some_and(|id| begins_an_answer(&data, id)) {
-            true => {
-                was_answered(&self.client.shared.inner, self.id.as_ref(), Said::Unknown);
-                Sight::TooLarge(self.line.limits.max_sse_event_size)
-            }
-            false => Sight::Odd(HttpErrorKind::EventTooLarge, None),
+            true => (Sight::TooLarge(self.line.limits.max_sse_event_size), Some(Said::Unknown)),
+            false => (Sight::Odd(HttpErrorKind::EventTooLarge, None), None),
         }
     }
 
@@ -1059,8 +1057,12 @@ impl Answering {
         self.response = None;
     }
 
-    /// Ends the call with what was seen. The SDK is told in words that it knows.
-    fn end_oddly(&mut self, sight: Sight) -> Option<Sse> {
+    /// Ends the call with what was seen, and what the server has said if that was an answer. The SDK is told in words that
+    /// it knows.
+    fn end_oddly(&mut self, sight: Sight, said: Option<Said>) -> Option<Sse> {
+        if let Some(said) = said {
+            was_answered(&self.client.shared.inner, self.id.as_ref(), said);
+        }
         self.end();
         if !has_left(self.exchange.as_deref()) {
             return None;

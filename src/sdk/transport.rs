@@ -25,7 +25,6 @@ use serde_json::value::RawValue;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadHalf, WriteHalf},
     sync::Notify,
-    task::unconstrained,
 };
 use tokio_util::{codec::Decoder, io::poll_read_buf};
 
@@ -38,6 +37,7 @@ use super::{
 use crate::{
     BoxError,
     connection::BoxFuture,
+    deadline::once_more,
     jsonrpc::{Batch, Drain, Lines, Piece, Said},
     wakers::quietly,
 };
@@ -385,7 +385,7 @@ impl Pipe {
     /// is to be read.
     fn poll_exit(&mut self, cx: &mut Context<'_>) -> bool {
         let Some(exited) = &mut self.exited else { return false };
-        if Pin::new(&mut unconstrained(exited.as_mut())).poll(cx).is_pending() {
+        if once_more(exited.as_mut(), cx).is_none() {
             return false;
         }
         self.exited = None;

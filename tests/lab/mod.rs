@@ -19,9 +19,9 @@ use goaround::{
 };
 use tokio::{
     sync::oneshot,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
-use tower::{Layer, Service, ServiceBuilder, service_fn, util::BoxCloneService};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn, util::BoxCloneService};
 
 pub type Req = Tagged<&'static str>;
 pub type Res = u32;
@@ -411,4 +411,18 @@ pub fn over_layers(
         .layer(ReconnectLayer::once())
         .service(connector);
     BoxCloneService::new(service)
+}
+
+/// A service in between that gives each answer up after that time.
+pub fn gives_up(
+    below: BoxCloneService<Req, Res, CallError>,
+    after: Duration,
+) -> BoxCloneService<Req, Res, CallError> {
+    BoxCloneService::new(service_fn(move |request: Req| -> Answer {
+        let answer: Answer = Box::pin(below.clone().oneshot(request));
+        Box::pin(async move {
+            let answer = timeout(after, answer).await;
+            answer.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
+        })
+    }))
 }
