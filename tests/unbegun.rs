@@ -703,7 +703,7 @@ impl AsyncWrite for Meanwhile {
     }
 }
 
-/// docs/proof.md: with exact writes, a call of which no byte was accepted is unknown where another thread's turn comes
+/// docs/limits.md: with exact writes, a call of which no byte was accepted is unknown where another thread's turn comes
 /// during a system call that offers it once more and is refused; it does not go after that.
 #[tokio::test(start_paused = true)]
 async fn a_call_that_is_given_up_while_it_is_offered_does_not_go_though_the_task_goes_round_once_more() {
@@ -881,7 +881,7 @@ async fn stalls_before(
     large
 }
 
-/// docs/proof.md: "A doubt about a key stops what is called later, what waits for a connection and every replay." W1's replay
+/// docs/limits.md: "A doubt about a key stops what is called later, what waits for a connection and every replay." W1's replay
 /// is the caller's still, in the queue (or the buffer, with exact writes) of a connection that stalls, when W2, which another
 /// stack with the same ledger was called for before it, ends unknown: its caller is told, and writes that are called now are
 /// refused. W1's replay goes all the same, and W2 may land on it when it is acknowledged.
