@@ -774,6 +774,10 @@ impl Activity {
     /// [`NotSent`](crate::Delivery::NotSent).
     #[must_use = "an attempt that is over must not be sent"]
     pub fn adopt(&self) -> bool {
+        // A service in between held it back, and there is no reconnect layer.
+        if self.is_waiting() {
+            self.ask_the_gates(|gate| gate.opens());
+        }
         let mut state = self.lock();
         // A connection that has it already, and has not withdrawn it.
         state.copied |= state.adopted && !state.withdrawn;
@@ -781,6 +785,7 @@ impl Activity {
             return false;
         }
         state.adopted = true;
+        self.waiting.store(false, Ordering::Relaxed);
         // What was withdrawn from one connection may be handed over to the next: only the last time counts.
         state.withdrawn = false;
         true
@@ -830,8 +835,8 @@ impl Activity {
         state.withdrawn = true;
     }
 
-    /// Marks that it waits for a connection, and is handed over only when there is one; or that its connection holds it
-    /// back. So does what it is a part of.
+    /// Marks that it waits for a connection, and is handed over only when there is one; or that its connection, or a service
+    /// on the way to one, holds it back. So does what it is a part of.
     pub(crate) fn waits(&self) {
         self.waiting.store(true, Ordering::Relaxed);
         let above = self.lock().above.clone();
@@ -842,6 +847,12 @@ impl Activity {
 
     pub(crate) fn is_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Whether a connection or a layer further in has had it.
+    pub(crate) fn is_with_somebody(&self) -> bool {
+        let state = self.lock();
+        state.adopted || state.generation.is_some() || state.is_inside_or_gone()
     }
 
     /// Has that asked, too, when it goes after it has waited.

@@ -62,6 +62,31 @@ where
     })
 }
 
+/// A service in between gives the first attempt up, and holds it back still on a task of its own.
+#[tokio::test(start_paused = true)]
+async fn what_was_given_up_in_between_and_is_held_back_there_does_not_go_beside_its_replay() {
+    let lab = Lab::new();
+    lab.write(answer(1)).write(answer(2));
+    let below = ReconnectLayer::once().layer(lab.connector());
+    let (held, below) = (spawned(below.clone(), 5 * SECOND), BoxCloneService::new(below));
+    let calls = Arc::new(AtomicU32::new(0));
+    let between = service_fn(move |request: Req| -> Answer {
+        let call: Answer = match calls.fetch_add(1, Relaxed) {
+            0 => Box::pin(held.clone().oneshot(request)),
+            _ => Box::pin(below.clone().oneshot(request)),
+        };
+        Box::pin(async move {
+            let result = tokio::time::timeout(SECOND, call).await;
+            result.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
+        })
+    });
+    let safety = Safety::new(|doubt: Doubt| ready(Ok::<_, BoxError>(doubt.not_landed()))).quarantine(ms(100));
+    let service = DeadlineLayer::new(60 * SECOND).layer(safety.layer(between));
+    assert_eq!(service.oneshot(write()).await.unwrap(), 1);
+    tokio::time::sleep(10 * SECOND).await;
+    assert_eq!(lab.writes(), 1);
+}
+
 // ----- a busy loop: the outer attempt is over, and the inner layer hands over again and again
 
 /// A layer whose connect takes ten seconds; what it hands over is counted.

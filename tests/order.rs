@@ -591,3 +591,34 @@ async fn no_replay_lands_on_a_write_that_was_let_go_before_it_and_sent_after_it(
         assert_eq!((landed(&log), lab.log.count("dies with W2")), (vec!["W1"], 1), "{log:#?}");
     }
 }
+
+/// W2 is called before W1, and a service in between passes it on only once W1 was lost, as one that awaits a token.
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_that_a_service_in_between_held_back_until_then() {
+    for safety in [absent(), absent().conflict_key(|_| Some("k"))] {
+        let lab = Lab::new();
+        lab.write(later(ms(5), Err(CallError::ambiguous("reset"))))
+            .write(lands(&lab, 2))
+            .write(lands(&lab, 1));
+        let below = BoxCloneService::new(ReconnectLayer::once().layer(lab.connector()));
+        let between = service_fn(move |request: Req| -> Answer {
+            let held = if *request == "W2" { ms(50) } else { ms(0) };
+            let passed_on: Answer = Box::pin(below.clone().oneshot(request));
+            Box::pin(async move {
+                tokio::time::sleep(held).await;
+                passed_on.await
+            })
+        });
+        let service = DeadlineLayer::new(30 * SECOND).layer(safety.layer(between));
+        assert_eq!(service.clone().oneshot(read()).await.unwrap(), 0);
+        let mut second = task::spawn(service.clone().oneshot(named("W2")));
+        assert!(second.poll().is_pending());
+        let (second, first) = tokio::join!(second, service.oneshot(named("W1")));
+        let log = lab.log.timed();
+        // On its key it does not go over a doubt.
+        let landed = landed(&log);
+        assert_eq!(landed.len(), 1, "{first:?} {second:?} {log:#?}");
+        let (done, not_done) = if landed == ["W2"] { (second, first) } else { (first, second) };
+        assert!(done.is_ok() && not_done.unwrap_err().outcome() == Outcome::NotDone, "{log:#?}");
+    }
+}

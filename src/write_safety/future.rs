@@ -460,7 +460,8 @@ where
             if self.line.is_some() {
                 self.take_place();
             }
-            if mem::take(&mut self.called) || first {
+            let begun = mem::take(&mut self.called) || first;
+            if begun {
                 self.look_as_it_begins();
             }
             if let Some(Poll::Ready(result)) = polled {
@@ -473,6 +474,12 @@ where
                     Next::Resolve(result) => return Poll::Ready(result),
                     Next::Continue => continue,
                 }
+            }
+
+            if begun && attempt.is_some() && !self.parts.current.activity.is_with_somebody() {
+                // A service in between holds it back.
+                self.parts.current.activity.waits();
+                self.stand_in_line();
             }
 
             if attempt.is_some() && !self.timed_out {
@@ -619,6 +626,10 @@ where
     }
 
     fn attempt_ended(&mut self, result: Result<S::Response, CallError>) -> Next<S::Response> {
+        if result.is_err() {
+            // A service in between may have given it up, and hold it back still.
+            self.parts.current.activity.close();
+        }
         let result = result.map_err(|error| {
             let Parts { call, name, effect, current, .. } = &self.parts;
             let error = error.of_attempt(Some(*call), name, *effect);
