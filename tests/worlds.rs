@@ -9,16 +9,11 @@
 //!
 //! - `GOAROUND_WORLDS=n` flies n seeds, 2,000 by default; `GOAROUND_FROM=s` begins with that seed.
 
-use std::{
-    collections::HashMap,
-    future::pending,
-    sync::{Arc, Mutex},
-    time::SystemTime,
-};
+use std::sync::{Arc, Mutex};
 
 use goaround::{
-    BoxError, DeadlineLayer, Event, Outcome, ReconnectLayer, RetryReadOnly, WriteSafetyLayer,
-    write_safety::ledger::{self, Entry, EntryId, Ledger, LedgerError, MemoryLedger},
+    BoxError, DeadlineLayer, Event, ReconnectLayer, RetryReadOnly, WriteSafetyLayer,
+    write_safety::ledger::MemoryLedger,
 };
 use tokio::time::sleep;
 use tower::{Layer, service_fn, util::BoxCloneService};
@@ -28,7 +23,7 @@ mod lab;
 mod worlds;
 
 use lab::ms;
-use worlds::{Boxed, Client, Connection, Frame, Options, Passed, Sender, World, count, seeds, wrong_in};
+use worlds::{Boxed, Client, Connection, Frame, Ledgers, Options, Sender, World, brings, seeds, wrong_in};
 
 /// What is not so, to see whether that is noticed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -99,32 +94,8 @@ impl Client for World {
     }
 
     fn send(&self, over: Connection<Self>, frame: Arc<Frame>, reply: Sender) {
-        if !frame.queues {
-            self.state.lock().unwrap().order.push(Passed::Sent(frame.put.token));
-        }
-        tokio::spawn(wire(over, frame, reply));
+        brings(over, frame, reply);
     }
-}
-
-async fn wire(connection: Connection<World>, frame: Arc<Frame>, reply: Sender) {
-    let Connection(world, conn) = &connection;
-    if frame.queues {
-        if world.chance(25) {
-            sleep(world.wait(4000)).await;
-        }
-        if connection.is_closed() || !frame.take() {
-            return;
-        }
-        if world.chance(15) {
-            sleep(world.wait(4000)).await;
-            if connection.is_closed() {
-                return; // cut
-            }
-        }
-        world.state.lock().unwrap().order.push(Passed::Sent(frame.put.token));
-        frame.sent();
-    }
-    world.serves(conn, &frame.put, reply).await;
 }
 
 /// A gateway, whose connections are what is within.
@@ -140,87 +111,6 @@ fn gateway(world: &World, within: Boxed) -> Boxed {
     BoxCloneService::new(ReconnectLayer::once().layer(connector))
 }
 
-/// A table elsewhere, which is slow and fails at times, also after it has done what it was asked.
-#[derive(Clone)]
-struct Store {
-    world: World,
-    fails: u32,
-    table: Arc<Mutex<HashMap<EntryId, Entry>>>,
-}
-
-impl Store {
-    async fn step<T>(&self, act: impl FnOnce() -> Result<T, LedgerError>) -> Result<T, LedgerError> {
-        let lost = || LedgerError::Unavailable("lost".into());
-        sleep(self.world.wait(300)).await;
-        if self.world.chance(self.fails) {
-            match self.world.pick(4) {
-                0 => pending::<()>().await,
-                _ => return Err(lost()),
-            }
-        }
-        let done = act();
-        sleep(self.world.wait(300)).await;
-        if self.world.chance(self.fails) {
-            match self.world.pick(4) {
-                0 => pending::<()>().await,
-                _ => return Err(lost()),
-            }
-        }
-        done
-    }
-
-    fn change(
-        &self,
-        id: EntryId,
-        act: impl FnOnce(&mut Entry) -> Result<u64, LedgerError>,
-    ) -> Result<u64, LedgerError> {
-        act(self.table.lock().unwrap().get_mut(&id).ok_or(LedgerError::Conflict(id))?)
-    }
-}
-
-impl Ledger for Store {
-    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
-        self.step(|| {
-            let mut table = self.table.lock().unwrap();
-            if table.contains_key(&entry.id) {
-                return Err(LedgerError::Conflict(entry.id));
-            }
-            let held = table.values().find(|held| {
-                held.key.is_some()
-                    && held.key == entry.key
-                    && matches!(held.state, ledger::State::InDoubt { .. })
-            });
-            if let Some(held) = held {
-                return Err(LedgerError::KeyInDoubt { id: held.id, method: held.method.clone() });
-            }
-            let revision = entry.revision;
-            table.insert(entry.id, entry.clone());
-            Ok(revision)
-        })
-        .await
-    }
-    async fn settle(&self, id: EntryId, revision: u64, state: ledger::State) -> Result<u64, LedgerError> {
-        self.step(|| self.change(id, |entry| entry.settle(revision, state, SystemTime::now()))).await
-    }
-    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
-        self.step(|| self.change(id, |entry| entry.claim(revision, SystemTime::now()))).await
-    }
-    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
-        Ok(self.table.lock().unwrap().values().filter(|entry| !entry.state.is_closed()).cloned().collect())
-    }
-    async fn forget(&self, _: EntryId, _: &str) -> Result<(), LedgerError> {
-        Ok(())
-    }
-    fn abandon(&self, id: EntryId, state: ledger::State) {
-        if !self.world.chance(self.fails) {
-            let _ = self.change(id, |entry| match entry.state {
-                ledger::State::Open => entry.settle(entry.revision, state, SystemTime::now()),
-                _ => Err(LedgerError::Conflict(id)),
-            });
-        }
-    }
-}
-
 async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let plan = plan(&mut rng, lie);
@@ -229,12 +119,8 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let world = World::new(options.clone(), rng);
     let heard = world.state.clone();
     let sink = move |event: Event<'_>| heard.lock().unwrap().hears(event);
-    let ledger = MemoryLedger::new();
-    let store = Store { world: world.clone(), fails: plan.store_fails, table: Arc::default() };
-    let layer = match plan.store {
-        true => world.layer().ledger(store.clone()),
-        false => world.layer().ledger(ledger.clone()),
-    };
+    let ledgers = Ledgers::new(&world, plan.store.then_some(plan.store_fails));
+    let layer = ledgers.of(world.layer());
     let below = world.notes(world.below());
     let stacks: Vec<_> = (0..plan.stacks)
         .map(|number| {
@@ -245,7 +131,9 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
             let inner = layer.layer(below.clone());
             let inner: Boxed = match plan.nest {
                 0 => BoxCloneService::new(inner),
-                1 => BoxCloneService::new(WriteSafetyLayer::refuse().ledger(ledger.clone()).layer(inner)),
+                1 => BoxCloneService::new(
+                    WriteSafetyLayer::refuse().ledger(ledgers.memory.clone()).layer(inner),
+                ),
                 2 => BoxCloneService::new(layer.layer(RetryReadOnly.layer(inner))),
                 _ => BoxCloneService::new(RetryReadOnly.attempt_timeout(ms(700)).layer(inner)),
             };
@@ -273,58 +161,15 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
         ends.push(call.await.map_err(|error| format!("a panic: {error}"))?);
     }
     sleep(ms(100_000)).await;
-    let left = ledger.in_doubt().await.unwrap();
-    let table = store.table.lock().unwrap().clone();
+    let said = ledgers.say().await;
+    let said = plan.around.is_empty().then_some(&said);
     let state = world.state.lock().unwrap();
     for called in &ends {
-        let (token, told) = (called.token, &called.told);
-        let name = token.to_string();
-        let wrong = |what: String| {
-            Err(format!("seed {seed} write {token}: {what}\n{plan:#?}\n{}", state.log.join("\n")))
-        };
-        let begun = count(&state.begun, token);
-        let (doubts, abandoned) = (count(&state.doubts, token), count(&state.abandoned, token));
-        let listed = left.iter().any(|entry| entry.method == name);
-        if plan.store && plan.around.is_empty() {
-            let entry = table.values().find(|entry| entry.method == name).map(|entry| entry.state.clone());
-            let lie = match (&entry, told) {
-                (Some(ledger::State::NotLanded { .. }), Some(Ok(_))) => true,
-                (Some(ledger::State::NotLanded { .. }), _) if begun > 0 => true,
-                (Some(ledger::State::Landed { .. }), _) if begun == 0 => true,
-                (None, _) if begun > 0 => true,
-                (Some(state), Some(Err(error))) if error.outcome() == Outcome::Unknown => state.is_closed(),
-                _ => false,
-            };
-            if lie {
-                return wrong(format!("the store says {entry:?}, and the caller was told {told:?}"));
-            }
-        }
-        if let Some(other) = state.overwritten_by(token, |other| options.touches(token, other)) {
-            return wrong(format!("replayed on top of {other}"));
-        }
-        if begun > 1 && !options.idempotent {
-            return wrong(format!("{begun} copies"));
-        }
-        if doubts + abandoned > 1 {
-            return wrong(format!("reported {doubts}+{abandoned} times"));
-        }
-        if let Some(what) = called.wrong(begun, doubts, abandoned).pop() {
-            return wrong(what);
-        }
-        if !plan.around.is_empty() {
-            continue;
-        }
-        match told {
-            Some(Ok(_)) if listed => return wrong("Ok and in the ledger".into()),
-            // With the store, that one lists at the most what is in doubt of a layer around it.
-            _ if plan.store => {}
-            None if (abandoned > 0) != listed && doubts == 0 => {
-                return wrong("abandoned and not in the ledger, or the other way round".into());
-            }
-            Some(Err(error)) if called.in_doubt() != listed => {
-                return wrong(format!("{error}: ledger says {listed}"));
-            }
-            _ => {}
+        let token = called.token;
+        let over = state.overwritten_by(token, |other| options.touches(token, other));
+        let over = over.map(|other| format!("replayed on top of {other}"));
+        if let Some(what) = over.or_else(|| state.wrong(options, called, said)) {
+            return Err(format!("seed {seed} write {token}: {what}\n{plan:#?}\n{}", state.log.join("\n")));
         }
     }
     Ok(())

@@ -651,7 +651,9 @@ async fn wire(connection: Connection<Arc<Process>>, frame: Arc<Frame>, reply: Se
         false => process.spawn(goes_out(connection, frame.clone())).await.unwrap_or(false),
     };
     *world.notes.lock().unwrap().queued.entry(token).or_default() -= 1;
-    if went && world.serves(&conn, &frame.put, reply).await && process.number == token % world.plan.processes
+    if went
+        && world.serves(&conn, &frame.put, Instant::now(), reply).await
+        && process.number == token % world.plan.processes
     {
         world.notes.lock().unwrap().answered.insert(token, Instant::now());
     }

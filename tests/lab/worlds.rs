@@ -1,6 +1,6 @@
 //! What the random worlds have in common: options of write safety that are drawn, a service in memory of which each of them
 //! is true, connections whose frames can be withdrawn until they are taken, and what must be so of all that a caller is told.
-//! It is included beside the lab itself.
+//! It is included beside the lab itself, by a test that says how long a millisecond is there.
 #![allow(dead_code, missing_docs, unreachable_pub)]
 
 use std::{
@@ -14,13 +14,16 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use goaround::{
     Activity, BoxError, Call, CallError, Effect, Event, Evidence, Exit, InDoubt, Outcome, ReconnectLayer,
     RetryReadOnly, Tagged, Verdict, WriteSafetyLayer,
-    write_safety::{KeyedAnswer, KeyedWrites},
+    write_safety::{
+        KeyedAnswer, KeyedWrites,
+        ledger::{self, Entry, EntryId, Ledger, LedgerError, MemoryLedger},
+    },
 };
 use tokio::{
     sync::{Notify, oneshot},
@@ -28,7 +31,7 @@ use tokio::{
 };
 use tower::{Layer, Service, ServiceExt, service_fn, util::BoxCloneService};
 
-use crate::lab::{ms, unavailable};
+use crate::{lab::unavailable, ms};
 
 /// A write of that number; or a read of what became of it.
 #[derive(Clone, Debug)]
@@ -65,6 +68,8 @@ pub struct Options {
     pub keys: u32,
     pub max_checks: usize,
     pub deadline: u64,
+    /// By when all are called.
+    pub begin: u64,
     pub marks: bool,
     pub reconnect: bool,
     /// How many of a hundred connections are closed when they come.
@@ -101,6 +106,7 @@ impl Options {
             keys: rng.u32(1..4),
             max_checks: rng.usize(1..3),
             deadline: rng.u64(200..20_000),
+            begin: 3000,
             marks: rng.u32(0..100) < 60,
             reconnect: rng.bool(),
             dead: rng.u32(0..120).saturating_sub(80),
@@ -180,13 +186,18 @@ pub struct State {
 pub enum Passed {
     Called(u32),
     HandedOver(u32),
+    /// Its connection has it.
+    Given(u32),
     /// To the server, to its last byte.
     Sent(u32),
     Claimed(u32),
+    Landed(u32),
     /// Its process was told that nobody knows what became of it.
     Doubtful(u32),
     /// The ledger has its end.
     Closed(u32),
+    /// Its caller was told that it is done.
+    ToldDone(u32),
 }
 
 /// How many there are of that write.
@@ -206,6 +217,23 @@ impl State {
     pub fn overwritten_by(&self, token: u32, touches: impl Fn(u32) -> bool) -> Option<u32> {
         self.order[self.replay_of(token)?].iter().find_map(|passed| match *passed {
             Passed::HandedOver(other) if other != token && touches(other) => Some(other),
+            _ => None,
+        })
+    }
+
+    /// Which other write, whose caller is told that it is done, a replay of that one goes over whatever threads do, among
+    /// those that touch it: it was given to its connection after that one was sent, and had landed before the replay was
+    /// handed over.
+    pub fn undone_by(&self, token: u32, touches: impl Fn(u32) -> bool) -> Option<u32> {
+        let sent = self.order.iter().position(|passed| *passed == Passed::Sent(token))?;
+        let given = self.order.iter().rposition(|passed| *passed == Passed::Given(token))?;
+        let replayed = self.order[..given].iter().rposition(|passed| *passed == Passed::HandedOver(token))?;
+        let between = self.order.get(sent..replayed)?;
+        between.iter().enumerate().find_map(|(at, passed)| match *passed {
+            Passed::Landed(other) if other != token && touches(other) => {
+                let given = between[..at].contains(&Passed::Given(other));
+                (given && self.order.contains(&Passed::ToldDone(other))).then_some(other)
+            }
             _ => None,
         })
     }
@@ -356,7 +384,11 @@ impl World {
         tokio::spawn(async move {
             sleep(lives_on).await;
             if world.options.ends {
-                conn.gone.store(true, Ordering::SeqCst);
+                {
+                    // Whatever begins to land looks at that.
+                    let _state = world.state.lock().unwrap();
+                    conn.gone.store(true, Ordering::SeqCst);
+                }
                 world.log(format!("server {} is gone", conn.number));
                 conn.told.notify_waiters();
             }
@@ -518,6 +550,36 @@ impl Frame {
     }
 }
 
+/// Brings it, unless it is withdrawn or cut.
+pub fn brings<C: Client>(over: Connection<C>, frame: Arc<Frame>, reply: Sender) {
+    let mut sent = Instant::now();
+    if !frame.queues {
+        over.0.world().state.lock().unwrap().order.push(Passed::Sent(frame.put.token));
+    }
+    tokio::spawn(async move {
+        let Connection(client, conn) = &over;
+        let world = client.world();
+        if frame.queues {
+            if world.chance(25) {
+                sleep(world.wait(4000)).await;
+            }
+            if over.is_closed() || !frame.take() {
+                return;
+            }
+            if world.chance(15) {
+                sleep(world.wait(4000)).await;
+                if over.is_closed() {
+                    return; // cut
+                }
+            }
+            world.state.lock().unwrap().order.push(Passed::Sent(frame.put.token));
+            sent = Instant::now();
+            frame.sent();
+        }
+        world.serves(conn, &frame.put, sent, reply).await;
+    });
+}
+
 struct OnDrop(Arc<Frame>);
 
 impl Drop for OnDrop {
@@ -624,10 +686,10 @@ impl World {
         }
     }
 
-    /// What becomes of a write that has come to its last byte, and what is heard of it: `true` if its success came to where
-    /// it was still waited for.
-    pub async fn serves(&self, conn: &Arc<Conn>, put: &Put, reply: Sender) -> bool {
-        let (token, sent) = (put.token, Instant::now());
+    /// What becomes of a write that had come to its last byte by then, and what is heard of it: `true` if its success came
+    /// to where it was still waited for.
+    pub async fn serves(&self, conn: &Arc<Conn>, put: &Put, sent: Instant, reply: Sender) -> bool {
+        let token = put.token;
         let (fate, how) = (self.fate(), self.reply());
         // By the quarantine everything has landed; it counts from the last byte, or, unmarked, from the attempt's end.
         let most = self.options.quarantine.map_or(6000, |quarantine| quarantine.saturating_sub(1));
@@ -653,7 +715,7 @@ impl World {
                     tokio::select! {
                         biased;
                         () = dies => None,
-                        said = self.lands(put, fate, sent, lands_at) => Some(said),
+                        said = self.lands(conn, put, fate, (sent, lands_at)) => Some(said),
                     }
                 });
                 let said = tokio::select! {
@@ -705,22 +767,33 @@ impl World {
     }
 
     /// The server does it; or says what its key says.
-    async fn lands(&self, put: &Put, fate: Fate, sent: Instant, lands_at: Instant) -> Option<&'static str> {
+    async fn lands(
+        &self,
+        conn: &Conn,
+        put: &Put,
+        fate: Fate,
+        (sent, lands_at): (Instant, Instant),
+    ) -> Option<&'static str> {
         let token = put.token;
         match fate {
             Fate::LandsInParts => sleep(lands_at.duration_since(sent) / 2).await,
             _ => sleep_until(lands_at).await,
         }
-        {
+        let is_in_time = {
             let mut state = self.state.lock().unwrap();
-            if let Some(key) = &put.key {
+            let is_in_time = self.is_in_time(conn, sent);
+            if let Some(key) = put.key.as_ref().filter(|_| is_in_time) {
                 let copies = state.keys.entry(key.clone()).or_default();
                 *copies += 1;
                 if *copies > 1 {
                     return Some(if count(&state.done, token) > 0 { "exists" } else { "in flight" });
                 }
             }
-            *state.begun.entry(token).or_default() += 1;
+            *state.begun.entry(token).or_default() += u32::from(is_in_time);
+            is_in_time
+        };
+        if !is_in_time {
+            pending::<()>().await;
         }
         self.log(format!("write {token} begins to land"));
         if fate == Fate::LandsInParts {
@@ -729,9 +802,21 @@ impl World {
                 pending::<()>().await; // for ever in parts
             }
         }
-        *self.state.lock().unwrap().done.entry(token).or_default() += 1;
+        {
+            let mut state = self.state.lock().unwrap();
+            *state.done.entry(token).or_default() += 1;
+            state.order.push(Passed::Landed(token));
+        }
         self.log(format!("write {token} has landed"));
         None
+    }
+
+    /// Whether what was sent then may begin to land. On several threads its turn may have come late, and what is declared
+    /// is true all the same.
+    fn is_in_time(&self, conn: &Conn, sent: Instant) -> bool {
+        let options = &*self.options;
+        let late = options.quarantine.is_some_and(|quarantine| sent.elapsed() >= ms(quarantine));
+        (options.late || !late) && (options.outlives || !conn.gone.load(Ordering::SeqCst))
     }
 
     fn lose(&self, conn: &Arc<Conn>, how: Reply, reply: &mut Option<Sender>) {
@@ -743,6 +828,159 @@ impl World {
         };
         if let Some(reply) = reply.take() {
             let _ = reply.send(Err(error));
+        }
+    }
+}
+
+// ===== Ledgers =====
+
+/// The ledger of a world: the one in memory, or a table elsewhere if there is one.
+pub struct Ledgers {
+    pub memory: MemoryLedger,
+    store: Option<Store>,
+}
+
+/// What ledgers say in the end: what is in doubt in memory, and all that the table has.
+pub struct Said {
+    left: Vec<Entry>,
+    table: Option<Vec<Entry>>,
+}
+
+impl Ledgers {
+    /// With a table elsewhere if it is said how many of a hundred of its steps fail.
+    pub fn new(world: &World, store_fails: Option<u32>) -> Self {
+        let store = |fails| Store { world: world.clone(), fails, table: Arc::default() };
+        Self { memory: MemoryLedger::new(), store: store_fails.map(store) }
+    }
+
+    pub fn of(&self, layer: WriteSafetyLayer<Req, u32>) -> WriteSafetyLayer<Req, u32> {
+        match &self.store {
+            Some(store) => layer.ledger(store.clone()),
+            None => layer.ledger(self.memory.clone()),
+        }
+    }
+
+    pub async fn say(&self) -> Said {
+        let table = self.store.as_ref().map(|store| store.table.lock().unwrap().values().cloned().collect());
+        Said { left: self.memory.in_doubt().await.unwrap(), table }
+    }
+}
+
+impl Said {
+    /// What is not so of what the table says of that call, of which so many copies have begun to land.
+    fn wrong_in_table(&self, called: &Called, begun: u32) -> Option<String> {
+        let name = called.token.to_string();
+        let mut entries = self.table.as_ref()?.iter().filter(|entry| entry.method == name);
+        let (entry, told) = (entries.next().map(|entry| &entry.state), &called.told);
+        let lie = match (entry, told) {
+            (Some(ledger::State::NotLanded { .. }), Some(Ok(_))) => true,
+            (Some(ledger::State::NotLanded { .. }), _) if begun > 0 => true,
+            (Some(ledger::State::Landed { .. }), _) if begun == 0 => true,
+            (None, _) if begun > 0 => true,
+            (Some(state), Some(Err(error))) if error.outcome() == Outcome::Unknown => state.is_closed(),
+            _ => false,
+        };
+        (lie || entries.next().is_some())
+            .then(|| format!("the store says {entry:?}, and the caller was told {told:?}"))
+    }
+
+    /// The same of the one in memory, where there are so many reports of its doubt, and of its being abandoned.
+    fn wrong_in_memory(&self, called: &Called, doubts: u32, abandoned: u32) -> Option<String> {
+        let name = called.token.to_string();
+        let listed = self.left.iter().filter(|entry| entry.method == name).count();
+        match &called.told {
+            _ if listed > 1 => Some(format!("{listed} entries in the ledger")),
+            Some(Ok(_)) if listed > 0 => Some("Ok and in the ledger".into()),
+            // With the store, that one lists at the most what is in doubt of a layer around it.
+            _ if self.table.is_some() => None,
+            None if (abandoned > 0) != (listed > 0) && doubts == 0 => {
+                Some("abandoned and not in the ledger, or the other way round".into())
+            }
+            Some(Err(error)) if called.in_doubt() != (listed > 0) => {
+                Some(format!("{error}: ledger says {listed}"))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// A table elsewhere, which is slow and fails at times, also after it has done what it was asked.
+#[derive(Clone)]
+pub struct Store {
+    pub world: World,
+    pub fails: u32,
+    pub table: Arc<Mutex<HashMap<EntryId, Entry>>>,
+}
+
+impl Store {
+    async fn step<T>(&self, act: impl FnOnce() -> Result<T, LedgerError>) -> Result<T, LedgerError> {
+        let lost = || LedgerError::Unavailable("lost".into());
+        sleep(self.world.wait(300)).await;
+        if self.world.chance(self.fails) {
+            match self.world.pick(4) {
+                0 => pending::<()>().await,
+                _ => return Err(lost()),
+            }
+        }
+        let done = act();
+        sleep(self.world.wait(300)).await;
+        if self.world.chance(self.fails) {
+            match self.world.pick(4) {
+                0 => pending::<()>().await,
+                _ => return Err(lost()),
+            }
+        }
+        done
+    }
+
+    fn change(
+        &self,
+        id: EntryId,
+        act: impl FnOnce(&mut Entry) -> Result<u64, LedgerError>,
+    ) -> Result<u64, LedgerError> {
+        act(self.table.lock().unwrap().get_mut(&id).ok_or(LedgerError::Conflict(id))?)
+    }
+}
+
+impl Ledger for Store {
+    async fn enter(&self, entry: Entry) -> Result<u64, LedgerError> {
+        self.step(|| {
+            let mut table = self.table.lock().unwrap();
+            if table.contains_key(&entry.id) {
+                return Err(LedgerError::Conflict(entry.id));
+            }
+            let held = table.values().find(|held| {
+                held.key.is_some()
+                    && held.key == entry.key
+                    && matches!(held.state, ledger::State::InDoubt { .. })
+            });
+            if let Some(held) = held {
+                return Err(LedgerError::KeyInDoubt { id: held.id, method: held.method.clone() });
+            }
+            let revision = entry.revision;
+            table.insert(entry.id, entry.clone());
+            Ok(revision)
+        })
+        .await
+    }
+    async fn settle(&self, id: EntryId, revision: u64, state: ledger::State) -> Result<u64, LedgerError> {
+        self.step(|| self.change(id, |entry| entry.settle(revision, state, SystemTime::now()))).await
+    }
+    async fn claim(&self, id: EntryId, revision: u64) -> Result<u64, LedgerError> {
+        self.step(|| self.change(id, |entry| entry.claim(revision, SystemTime::now()))).await
+    }
+    async fn in_doubt(&self) -> Result<Vec<Entry>, LedgerError> {
+        Ok(self.table.lock().unwrap().values().filter(|entry| !entry.state.is_closed()).cloned().collect())
+    }
+    async fn forget(&self, _: EntryId, _: &str) -> Result<(), LedgerError> {
+        Ok(())
+    }
+    fn abandon(&self, id: EntryId, state: ledger::State) {
+        if !self.world.chance(self.fails) {
+            let _ = self.change(id, |entry| match entry.state {
+                ledger::State::Open => entry.settle(entry.revision, state, SystemTime::now()),
+                _ => Err(LedgerError::Conflict(id)),
+            });
         }
     }
 }
@@ -767,7 +1005,7 @@ impl World {
         let leaves = self
             .chance(options.leaves)
             .then(|| (self.chance(50), self.pick(12), self.wait(options.deadline)));
-        sleep(self.wait(3000)).await;
+        sleep(self.wait(options.begin)).await;
         let start = Instant::now();
         let effect = if options.idempotent { Effect::Idempotent } else { Effect::Write };
         self.state.lock().unwrap().order.push(Passed::Called(token));
@@ -777,6 +1015,9 @@ impl World {
             Some((false, _, at)) => timeout(at, call).await.ok(),
             None => Some(call.await),
         };
+        if let Some(Ok(_)) = told {
+            self.state.lock().unwrap().order.push(Passed::ToldDone(token));
+        }
         let words = told.as_ref().map(|told| told.as_ref().map_err(ToString::to_string));
         self.log(format!("write {token} told {words:?}"));
         let late = start.elapsed() > ms(options.deadline + 1);
@@ -841,6 +1082,26 @@ impl Called {
     }
 }
 
+impl State {
+    /// What is not so of what was done, told and reported of that call, and of what the ledgers say, if they are asked.
+    pub fn wrong(&self, options: &Options, called: &Called, said: Option<&Said>) -> Option<String> {
+        let token = called.token;
+        let begun = count(&self.begun, token);
+        let (doubts, abandoned) = (count(&self.doubts, token), count(&self.abandoned, token));
+        if let Some(what) = said.and_then(|said| said.wrong_in_table(called, begun)) {
+            return Some(what);
+        }
+        if begun > 1 && !options.idempotent {
+            return Some(format!("{begun} copies"));
+        }
+        if doubts + abandoned > 1 {
+            return Some(format!("reported {doubts}+{abandoned} times"));
+        }
+        let wrong = called.wrong(begun, doubts, abandoned).pop();
+        wrong.or_else(|| said?.wrong_in_memory(called, doubts, abandoned))
+    }
+}
+
 // ===== Seeds =====
 
 /// Those that the environment names, or so many.
@@ -863,7 +1124,7 @@ where
 }
 
 /// Checks of these worlds panic now and then, which is no news.
-fn without_their_panics() {
+pub fn without_their_panics() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let others = std::panic::take_hook();
