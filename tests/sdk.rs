@@ -82,7 +82,7 @@ text_id() { id=\"$id\"; result text_id; }
 twice() { result twice; result twice; }
 leave() { sleep 1000 & exit 0; }
 hang() { :; }
-odd() { printf '{"jsonrpc":"2.0","id":%s,"error":{"code":"x"}}\n' "$id"; }
+odd() { printf '{"jsonrpc":"2.0","id":%s,"result":1,"error":{"code":1,"message":"x"}}\n' "$id"; }
 null_id() { id=null; refuse -32000; }
 w_die() { die; }
 w_half() { half; }

@@ -658,6 +658,55 @@ async fn an_outage_of_a_gateway_is_not_remembered() {
     assert_eq!(server.effects(), ["y"]);
 }
 
+#[tokio::test]
+async fn an_answer_by_400_is_the_answer_though_the_session_is_gone_and_what_comes_later_has_a_new_one() {
+    for (answer, expected) in [
+        (r#""error":{"code":-32000,"message":"no"}"#, "error"),
+        (r#""error":"no","result":null"#, "error"),
+        (r#""result":{"content":[],"isError":true}"#, "tool error"),
+    ] {
+        let server = Server::start().await;
+        let safety = WriteSafetyLayer::refuse().trust(Evidence::SessionUnknown);
+        let client = builder(http(&server)).writes(safety).build().unwrap();
+        connected(&server, &client).await;
+        let body = format!(r#"{{"jsonrpc":"2.0","id":$ID,{answer}}}"#);
+        let reply = status("400 Bad Request", &[JSON], &body).forgets().after_the_effect();
+        server.on(On::Tool("append"), reply);
+        let write = bounded(answer, client.send(append("x"))).await;
+        assert_eq!((word(&write), server.effects()), (expected, vec!["x".to_owned()]), "{write:?}");
+        server.until(|seen| seen.iter().any(|seen| seen.method() == "ping")).await;
+        assert_eq!(word(&bounded(answer, client.send(lines())).await), "ok");
+        assert_eq!(server.sessions(), 2, "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn what_one_call_has_met_of_a_session_says_nothing_of_a_400_that_comes_later() {
+    let server = Server::start().await;
+    let safety = WriteSafetyLayer::refuse().trust(Evidence::SessionUnknown).independent_writes();
+    let client = Arc::new(builder(http(&server)).writes(safety).build().unwrap());
+    connected(&server, &client).await;
+    let gate = Gate::new();
+    let mut writes = Vec::new();
+    for nth in 0..8 {
+        let reply = Reply::new().executes().gate(&gate);
+        server.on(On::Tool("append"), reply.then_http("400 Bad Request", &[HTML], PAGE));
+        writes.push(spawn(&client, append(&format!("w{nth}"))));
+    }
+    server.until_called("append", 8).await;
+    // A gateway's: the session lives.
+    server.on(On::Tool("lines"), status("404 Not Found", &[], ""));
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    gate.open(8);
+    for write in writes {
+        let write = bounded("a write", write).await.unwrap();
+        assert_eq!(word(&write), "unknown", "{write:?}");
+    }
+    assert_eq!(server.effects().len(), 8);
+    let pings = server.seen().iter().filter(|seen| seen.brief() == "ping s1").count();
+    assert!((1..=8).contains(&pings), "{pings}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sixteen_calls_over_a_restart_share_one_new_session_and_each_is_judged_alone() {
     for how in [How::Dies, How::Says404, How::Says400] {

@@ -344,7 +344,9 @@ struct Wire<'a> {
 }
 
 /// Keeps `null` apart from absence, as an `Option` by itself does not.
-fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+pub(crate) fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
     T::deserialize(deserializer).map(Some)
 }
 
@@ -401,7 +403,7 @@ pub(crate) fn own_id(json: &str) -> Option<u64> {
 }
 
 /// The server's error. One that is not as it should be is an answer all the same.
-fn server_error(json: &RawValue) -> ServerError {
+pub(crate) fn server_error(json: &RawValue) -> ServerError {
     let Ok(value) = serde_json::from_str::<serde_json::Value>(json.get()) else {
         return ServerError::new(0, "");
     };

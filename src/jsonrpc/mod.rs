@@ -58,8 +58,8 @@ pub(crate) use driver::{Late, Remembered};
 pub(crate) use frame::Frame;
 pub(crate) use handler::AnyHandler;
 pub use handler::{Handler, Notification, ServerRequest};
-#[cfg(feature = "rmcp")]
-pub(crate) use message::Batch;
 pub(crate) use message::own_id;
+#[cfg(feature = "rmcp")]
+pub(crate) use message::{Batch, present, server_error};
 pub use message::{Request, Response};
 pub(crate) use route::Route;

@@ -365,6 +365,12 @@ fn server_error(data: ErrorData) -> ServerError {
     }
 }
 
+/// The same for the SDK, whose codes are smaller.
+pub(super) fn error_data(error: &ServerError) -> ErrorData {
+    let code = i32::try_from(error.code).unwrap_or(ErrorCode::INTERNAL_ERROR.0);
+    ErrorData::new(ErrorCode(code), error.message.clone(), error.data.clone())
+}
+
 /// A transport that is not ours failed to send.
 fn unsent(error: DynamicTransportError, exchange: &Exchange, bytes: bool) -> CallError {
     let Some(of) = error.error.downcast_ref::<TransportError>() else {
@@ -467,12 +473,7 @@ impl From<CallError> for ServiceError {
             Err(error) => error,
         };
         if let Some(answer) = error.answer().filter(|_| !error.may_have_landed()) {
-            let code = i32::try_from(answer.code).unwrap_or(ErrorCode::INTERNAL_ERROR.0);
-            return ServiceError::McpError(ErrorData::new(
-                ErrorCode(code),
-                answer.message.clone(),
-                answer.data.clone(),
-            ));
+            return ServiceError::McpError(error_data(answer));
         }
         ServiceError::TransportSend(DynamicTransportError::from_parts(
             "goaround",

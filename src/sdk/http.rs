@@ -9,7 +9,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll},
     time::{Duration, SystemTime},
@@ -51,7 +51,8 @@ use super::{
     transport::{Envelope, is_object, seen_elsewhere},
 };
 use crate::{
-    BoxError,
+    BoxError, Effect,
+    call::effect_of,
     connection::BoxFuture,
     jsonrpc::{Said, begins_an_answer},
     wakers::quietly,
@@ -237,6 +238,7 @@ pub(super) fn transport(
             credentials: Arc::clone(&http.credentials),
             refresh: http.refresh.clone(),
             wire: Wire::new(&http.config.uri, http.client.is_none()),
+            pings: Pings::default(),
         }),
     };
     Ok(StreamableHttpClientTransport::with_client(client, config))
@@ -423,6 +425,15 @@ struct Shared {
     credentials: Arc<Credentials>,
     refresh: Option<Refresh>,
     wire: Wire,
+    pings: Pings,
+}
+
+/// The questions whether the session is there, one at a time: how many have begun, and the number of the last one that
+/// came to its end, with whether the session was gone.
+#[derive(Default)]
+struct Pings {
+    begun: AtomicU64,
+    last: tokio::sync::Mutex<(u64, bool)>,
 }
 
 /// What all requests of one exchange with the server have in common.
@@ -476,6 +487,10 @@ impl Letter {
     /// The server has answered in a way that the SDK cannot read.
     fn was_answered(&self, said: Said) {
         was_answered(&self.inner, self.id.as_ref(), said);
+    }
+
+    fn is_read(&self) -> bool {
+        self.exchange.as_ref().is_some_and(|exchange| effect_of(&exchange.request) == Effect::ReadOnly)
     }
 
     /// Notes what was seen of the call, or of what goes beside the calls.
@@ -586,6 +601,7 @@ impl Client {
     ) -> Result<StreamableHttpPostResponse, Failure> {
         let status = response.status();
         let wait = header(response.headers(), &RETRY_AFTER);
+        // By the protocol this says one thing, whatever its body: that may be an error with the request's id, too.
         if status == StatusCode::NOT_FOUND && line.session.is_some() {
             self.lose_session();
             letter.saw(session_unknown(404));
@@ -658,20 +674,28 @@ impl Client {
         };
         let envelope = Envelope::of(&body).filter(Envelope::is_answer);
         // Servers that do not know a session often say so, and not by 404. Only the session itself can tell.
-        if status == StatusCode::BAD_REQUEST && !letter.is_handshake && self.examine(&line).await {
-            letter.saw(session_unknown(400));
-            return Err(StreamableHttpError::SessionExpired);
+        // Some say it by an error with the request's id, which a read may take for that: it does no harm twice.
+        if status == StatusCode::BAD_REQUEST && !letter.is_handshake {
+            let answer = envelope.as_ref().filter(|envelope| envelope.answers(&id));
+            if answer.is_some_and(|answer| !answer.is_error() || !letter.is_read()) {
+                // Whatever becomes of the session, this is the answer, and does not wait for that.
+                let (client, line) = (self.clone(), line.clone());
+                tokio::spawn(async move { client.examine(&line).await });
+            } else if self.examine(&line).await {
+                letter.saw(session_unknown(400));
+                return Err(StreamableHttpError::SessionExpired);
+            }
         }
         if let Some(envelope) = &envelope
             && (envelope.answers(&id) || letter.is_handshake)
         {
             if letter.is_discover && envelope.is_error() {
-                let error = serde_json::from_slice(&body).ok().and_then(error_of);
+                let error = envelope.read(&body).and_then(error_of);
                 if let Some(instead) = instead_of_discover(&letter, &line, status, error) {
                     return Ok(instead);
                 }
             }
-            if let Ok(message) = serde_json::from_slice(&body)
+            if let Some(message) = envelope.read(&body)
                 && has_left(letter.exchange.as_deref())
             {
                 return Ok(StreamableHttpPostResponse::Json(message, session));
@@ -702,15 +726,20 @@ impl Client {
         self.shared.inner.retire(SESSION_LOST)
     }
 
-    /// Whether the session is gone: a `ping` on it is answered with 400 or 404.
+    /// Whether the session is gone: a `ping` on it that begins from now on is answered with 400 or 404. What was seen of
+    /// it before says nothing of what has just come; those that wait meanwhile share one.
     async fn examine(&self, line: &Line) -> bool {
         const PING: &[u8] = br#"{"jsonrpc":"2.0","id":"goaround-probe","method":"ping"}"#;
         if line.session.is_none() {
             return false;
         }
-        if self.shared.inner.has_lost_session() {
-            return true;
+        let Pings { begun, last } = &self.shared.pings;
+        let before = begun.load(Ordering::Relaxed);
+        let mut last = last.lock().await;
+        if last.0 > before {
+            return last.1;
         }
+        let number = begun.fetch_add(1, Ordering::Relaxed) + 1;
         let token = self.shared.credentials.current();
         let request = self
             .request(http::Method::POST, line, &token)
@@ -720,6 +749,7 @@ impl Client {
             Ok(Ok(response)) => matches!(response.status().as_u16(), 400 | 404),
             _ => false,
         };
+        *last = (number, gone);
         if gone {
             self.lose_session();
         }
@@ -1008,7 +1038,7 @@ impl Answering {
     }
 
     /// What an event is for the SDK, if anything.
-    fn read(&mut self, event: Event) -> Option<Sse> {
+    fn read(&mut self, mut event: Event) -> Option<Sse> {
         if let Some(retry) = event.retry {
             self.retry = Some(Duration::from_millis(retry).min(RESUME_AS_ASKED));
         }
@@ -1026,7 +1056,11 @@ impl Answering {
             }
             if serde_json::from_str::<ServerJsonRpcMessage>(&event.data).is_err() {
                 let said = envelope.said();
-                return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None), Some(said));
+                let amended = envelope.amended().and_then(|message| serde_json::to_string(&message).ok());
+                let Some(amended) = amended else {
+                    return self.end_oddly(Sight::Odd(HttpErrorKind::NotJsonRpc, None), Some(said));
+                };
+                event.data = amended;
             }
             self.end();
             // Of what has not left the stream's end tells the SDK.

@@ -92,7 +92,8 @@
 //! still queued is withdrawn and was not sent, one that was cut was not processed, and of everything else a closure
 //! makes a doubt. The closure is seen at the child's exit or the end of its output, and not when the SDK has waited
 //! for the child. What is said of a call before the pipe has accepted all of it but its newline is no answer to
-//! it, and passed over; so is, over HTTP, what another stream says of one whose POST has not left.
+//! it, and passed over; so is, over HTTP, what another stream says of one whose POST has not left. What is an answer there
+//! is one here, over both, but for an error's code that is none of the SDK's (`i32`), which is -32603 here.
 //!
 //! Over HTTP a call has a response of its own, and what is lost with that concerns this call alone:
 //!
@@ -103,8 +104,8 @@
 //! | 425, 429 | not processed; `Retry-After` is heeded, in seconds or as a date | goes on |
 //! | 408, 503 | probably not processed: reads are attempted again, a write is in doubt | goes on |
 //! | 404 to a request with our session's id, whatever its body | probably not processed | a new session |
-//! | 400 to a request with our session's id, and a `ping` on that session gets 400 or 404 too | the same | a new session |
-//! | a result or an error with the request's id | the answer | goes on |
+//! | a result or an error with the request's id, by no redirect and no status above | the answer | goes on; after a 400 a `ping` decides |
+//! | any other 400 to a request with our session's id, or such an error by 400 to a read, and a `ping` on that session after it gets 400 or 404 too | as 404 | a new session |
 //! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; an event above the limit that is no answer; redirects, other statuses, other contents | none: the call is in doubt | goes on |
 //!
 //! They all end the call at once; [`HttpError`] says which it was. A response that never comes ends at the call's

@@ -719,6 +719,34 @@ async fn a_late_success_is_reported_whatever_its_size_and_whether_the_sdk_can_re
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_the_client_of_json_rpc_reads_as_an_answer_is_one_here() {
+    for (members, expected) in [
+        (r#""jsonrpc":"2.0","result":{"content":[]},"error":null"#, "ok"),
+        (r#""error":null,"result":{"content":[]}"#, "ok"),
+        (r#""result":null"#, "ok"),
+        (r#""result":null,"error":null"#, "ok"),
+        (r#""jsonrpc":"2.0","result":null,"error":{"code":-32000,"message":"m"}"#, "-32000 m None"),
+        (r#""jsonrpc":"2.0","error":"text""#, r#"0  Some(String("text"))"#),
+        // More than the SDK's codes can be.
+        (r#""jsonrpc":"2.0","error":{"code":-99999999999,"message":"m"}"#, "-32603 m None"),
+    ] {
+        let lab = Lab::new().await;
+        let mut call = lab.begin(tool("mute")).await;
+        lab.says(&format!(r#"{{"id":1,{members}}}"#)).await;
+        settle().await;
+        let told = match call.poll() {
+            Poll::Ready(Ok(_)) => "ok".to_owned(),
+            Poll::Ready(Err(error)) => match error.answer() {
+                Some(answer) => format!("{} {} {:?}", answer.code, answer.message, answer.data),
+                None => format!("{error:?}"),
+            },
+            Poll::Pending => "nothing".to_owned(),
+        };
+        assert_eq!(told, expected, "{members}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_first_of_two_answers_counts_also_where_the_sdk_cannot_read_one_of_them() {
     let answer = |answer: &str| format!(r#"{{"jsonrpc":"2.0","id":1,{answer}}}"#);
     let (readable, odd) = (answer(r#""result":{"content":[]}"#), answer(r#""error":1"#));
@@ -740,7 +768,9 @@ async fn the_first_of_two_answers_counts_also_where_the_sdk_cannot_read_one_of_t
 #[tokio::test(start_paused = true)]
 async fn a_request_that_is_no_call_ends_with_an_answer_that_the_sdk_cannot_read() {
     let long = "x".repeat((64 << 20) + 1);
-    for answer in [r#""error":{"code":"x"}"#.to_owned(), format!(r#""result":"{long}""#)] {
+    for answer in
+        [r#""result":1,"error":{"code":1,"message":""}"#.to_owned(), format!(r#""result":"{long}""#)]
+    {
         let lab = Lab::new().await;
         let peer = lab.inner.peer().unwrap();
         let mut asking = task::spawn(peer.call_tool(CallToolRequestParams::new("mute")));

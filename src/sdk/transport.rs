@@ -30,7 +30,7 @@ use tokio_util::{codec::Decoder, io::poll_read_buf};
 
 use super::{
     connection::{Inner, token_of},
-    evidence::{HttpErrorKind, Sight},
+    evidence::{HttpErrorKind, Sight, error_data},
     exchange::Exchange,
     retry_after::retry_after,
 };
@@ -38,7 +38,7 @@ use crate::{
     BoxError,
     connection::BoxFuture,
     deadline::once_more,
-    jsonrpc::{Batch, Drain, Lines, Piece, Said},
+    jsonrpc::{Batch, Drain, Lines, Piece, Said, present, server_error},
     wakers::quietly,
 };
 
@@ -421,12 +421,14 @@ impl Pipe {
         }
     }
 
-    /// A message that the SDK cannot read: if it is an answer, its call must not wait for ever.
+    /// A message that the SDK cannot read: if it is known to be an answer, its call ends by it. What is no JSON, or has
+    /// a member twice, is no message at all, and leaves the call to its deadline.
     fn odd_answer(&mut self, message: &[u8]) {
         match Envelope::of(message) {
             Some(envelope) if envelope.is_answer() => {
+                let (id, said) = (envelope.number(), envelope.said());
                 let sight = Sight::Odd(HttpErrorKind::NotJsonRpc, None);
-                self.ready.push_back(Err(OddAnswer { id: envelope.number(), said: envelope.said(), sight }));
+                self.ready.push_back(envelope.amended().ok_or(OddAnswer { id, said, sight }));
             }
             envelope => self.ignore(envelope.is_some_and(|envelope| envelope.is_message())),
         }
@@ -613,8 +615,10 @@ pub(super) struct Envelope<'a> {
     id: Option<&'a RawValue>,
     #[serde(default, borrow)]
     method: Option<&'a RawValue>,
-    #[serde(default, borrow)]
+    /// `null` is one, unless there is an error.
+    #[serde(default, borrow, deserialize_with = "present")]
     result: Option<&'a RawValue>,
+    /// `null` is none.
     #[serde(default, borrow)]
     error: Option<&'a RawValue>,
 }
@@ -640,6 +644,27 @@ impl<'a> Envelope<'a> {
     /// Of an answer, what it is.
     pub(super) fn said(&self) -> Said {
         if self.is_error() { Said::Error } else { Said::Result }
+    }
+
+    /// That answer, for the SDK.
+    pub(super) fn read(&self, message: &[u8]) -> Option<ServerJsonRpcMessage> {
+        serde_json::from_slice(message).ok().or_else(|| self.amended())
+    }
+
+    /// An answer that the SDK cannot read, as [`crate::jsonrpc`] reads it: with the absent one of result and error written
+    /// as `null`, an error that is not as it should be, or without a version.
+    pub(super) fn amended(&self) -> Option<ServerJsonRpcMessage> {
+        let id = serde_json::from_str(self.id?.get()).ok()?;
+        let result = self.result.filter(|result| self.error.is_none() || result.get() != "null");
+        match (self.method, result, self.error) {
+            (None, Some(result), None) => {
+                Some(ServerJsonRpcMessage::response(serde_json::from_str(result.get()).ok()?, id))
+            }
+            (None, None, Some(error)) => {
+                Some(ServerJsonRpcMessage::error(error_data(&server_error(error)), Some(id)))
+            }
+            _ => None,
+        }
     }
 
     /// The id as a number, as the SDK reads it: also where it was made a text.
