@@ -70,8 +70,11 @@ async fn main() -> Result<(), BoxError> {
     }
     let mut model = BufReader::new(tokio::io::stdin()).lines();
     while let Some(line) = model.next_line().await? {
-        let wanted: CallToolRequestParams = serde_json::from_str(&line)?;
-        println!("{}", serde_json::to_string(&call(&server, wanted).await)?);
+        let told = match serde_json::from_str(&line) {
+            Ok(wanted) => call(&server, wanted).await,
+            Err(error) => CallToolResult::error(vec![ContentBlock::text(format!("this is no call: {error}"))]),
+        };
+        println!("{}", serde_json::to_string(&told)?);
     }
     server.shutdown(Duration::from_secs(5)).await;
     Ok(())
