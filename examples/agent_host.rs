@@ -72,7 +72,9 @@ async fn main() -> Result<(), BoxError> {
     while let Some(line) = model.next_line().await? {
         let told = match serde_json::from_str(&line) {
             Ok(wanted) => call(&server, wanted).await,
-            Err(error) => CallToolResult::error(vec![ContentBlock::text(format!("this is no call: {error}"))]),
+            Err(error) => {
+                CallToolResult::error(vec![ContentBlock::text(format!("this is no call: {error}"))])
+            }
         };
         println!("{}", serde_json::to_string(&told)?);
     }
