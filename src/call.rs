@@ -9,7 +9,7 @@ use std::{
     ptr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Waker},
     time::Duration,
@@ -666,6 +666,8 @@ pub struct Activity {
     ledger: AtomicUsize,
     /// Whether it waits for a connection, or is held back by it.
     waiting: AtomicBool,
+    /// How many times it was given to a connection.
+    goings: AtomicU32,
 }
 
 #[derive(Debug, Default)]
@@ -774,17 +776,15 @@ impl Activity {
     /// [`NotSent`](crate::Delivery::NotSent).
     #[must_use = "an attempt that is over must not be sent"]
     pub fn adopt(&self) -> bool {
-        // A service in between held it back, and there is no reconnect layer.
-        if self.is_waiting() {
-            self.ask_the_gates(|gate| gate.opens());
-        }
-        let mut state = self.lock();
+        let mut state = self.asked();
         // A connection that has it already, and has not withdrawn it.
         state.copied |= state.adopted && !state.withdrawn;
         if !state.may_begin() {
             return false;
         }
+        self.count_going(&state);
         state.adopted = true;
+        // Without a reconnect layer.
         self.waiting.store(false, Ordering::Relaxed);
         // What was withdrawn from one connection may be handed over to the next: only the last time counts.
         state.withdrawn = false;
@@ -1049,15 +1049,13 @@ impl Activity {
     /// What another connection marked before, which has handed the request back, says nothing of this one.
     /// `false` as for [`Activity::adopt`].
     pub(crate) fn on_generation(&self, generation: u64, connect_began: Instant, by: Giver) -> bool {
-        if self.is_waiting() {
-            self.ask_the_gates(|gate| gate.opens());
-        }
-        let mut state = self.lock();
+        let mut state = self.asked();
         // Another one, which has not come back.
         state.copied |= state.given.contains(&Some(by));
         if !state.may_begin() {
             return false;
         }
+        self.count_going(&state);
         self.waiting.store(false, Ordering::Relaxed);
         state.generation = Some((generation, connect_began));
         (state.adopted, state.withdrawn, state.sent_at) = (false, false, None);
@@ -1067,6 +1065,30 @@ impl Activity {
             None => state.copied = true,
         }
         true
+    }
+
+    /// Asks whoever is to be asked before it goes to a connection, perhaps later than its service was called, or once more.
+    fn asked(&self) -> MutexGuard<'_, ActivityState> {
+        let mut state = self.lock();
+        if self.is_waiting() || state.has_gate() {
+            drop(state);
+            self.ask_the_gates(|gate| gate.opens());
+            state = self.lock();
+        }
+        state
+    }
+
+    /// It was let go; and what it is a part of goes with it.
+    fn count_going(&self, state: &ActivityState) {
+        self.goings.fetch_add(1, Ordering::Relaxed);
+        if let Some(above) = &state.above {
+            above.count_going(&above.lock());
+        }
+    }
+
+    /// How many times it went: of each one that its layer has not seen yet it counts anew.
+    pub(crate) fn goings(&self) -> u32 {
+        self.goings.load(Ordering::Relaxed)
     }
 
     /// It goes on after its connection has held it back, if it still may. `false` as for [`Activity::adopt`].
@@ -1101,6 +1123,11 @@ impl ActivityState {
         let over = (self.over || self.is_within_what_ended()) && !off!(AttemptTime);
         self.withdrawn |= over;
         !over
+    }
+
+    /// Whether somebody is to be asked before it goes.
+    fn has_gate(&self) -> bool {
+        !self.gates.is_empty() || self.above.as_deref().is_some_and(|above| above.lock().has_gate())
     }
 
     /// Whether a copy is with a layer further in, or has come back from there and may have been sent.

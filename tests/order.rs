@@ -622,3 +622,72 @@ async fn no_replay_lands_on_a_write_that_a_service_in_between_held_back_until_th
         assert!(done.is_ok() && not_done.unwrap_err().outcome() == Outcome::NotDone, "{log:#?}");
     }
 }
+
+/// A connection has W1, and sends it only once W2 was lost.
+#[tokio::test(start_paused = true)]
+async fn no_replay_lands_on_a_write_that_its_connection_held_back_until_then() {
+    for safety in [absent(), absent().conflict_key(|_| Some("k"))] {
+        let lab = Lab::new();
+        let log = lab.log.clone();
+        lab.write(Box::new(move |request: Req| {
+            Box::pin(async move {
+                tokio::time::sleep(ms(50)).await;
+                assert!(request.context().activity().unwrap().adopt());
+                log.note("lands W1");
+                Ok(1)
+            })
+        }));
+        lab.write(later(ms(5), Err(CallError::ambiguous("reset")))).write(lands(&lab, 2));
+        let stack = stack(&lab, safety.check_timeout(SECOND));
+        assert_eq!(stack.clone().oneshot(read()).await.unwrap(), 0);
+        let mut first = task::spawn(stack.clone().oneshot(named("W1")));
+        assert!(first.poll().is_pending());
+        let (first, second) = tokio::join!(first, stack.oneshot(named("W2")));
+        assert_eq!(first.unwrap(), 1);
+        let log = lab.log.timed();
+        assert_eq!(landed(&log), ["W1"], "W2 over W1: {second:?} {log:#?}");
+        assert_eq!(second.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}
+
+/// A service in between hands W1, of which nothing was sent, over once more: its first attempt, or its replay.
+#[tokio::test(start_paused = true)]
+async fn what_a_service_in_between_hands_over_again_counts_anew() {
+    for (case, safety) in
+        [absent(), absent().conflict_key(|_| Some("k"))].into_iter().cycle().take(3).enumerate()
+    {
+        // On its key W2 would be turned away while W1 is in doubt.
+        let is_replay = case == 2;
+        let lab = Lab::new();
+        let lost = || later(ms(5), Err(CallError::ambiguous("reset")));
+        let full = || fail(CallError::not_sent("the queue is full"));
+        match is_replay {
+            true => lab.write(lost()).write(full()).write(lands(&lab, 2)),
+            false => lab.write(full()).write(lost()),
+        };
+        lab.write(lands(&lab, 1)).write(lands(&lab, 2));
+        let below = BoxCloneService::new(ReconnectLayer::once().layer(lab.connector()));
+        let between = service_fn(move |request: Req| -> Answer {
+            let again: Answer = Box::pin(below.clone().oneshot(request.try_clone().unwrap()));
+            let passed_on: Answer = Box::pin(below.clone().oneshot(request));
+            Box::pin(async move {
+                match passed_on.await {
+                    Err(error) if error.outcome() == Outcome::NotDone => {
+                        tokio::time::sleep(ms(50)).await;
+                        again.await
+                    }
+                    result => result,
+                }
+            })
+        });
+        let service = DeadlineLayer::new(30 * SECOND).layer(safety.layer(between));
+        let first = tokio::spawn(service.clone().oneshot(named("W1")));
+        tokio::time::sleep(if is_replay { ms(130) } else { ms(10) }).await;
+        let second = service.oneshot(named("W2")).await;
+        let (first, log) = (first.await.unwrap(), lab.log.timed());
+        let [done, not_done, expected] =
+            if is_replay { [second, first, Ok(2)] } else { [first, second, Ok(1)] };
+        assert_eq!((done.ok(), landed(&log).len()), (expected.ok(), 1), "{not_done:?} {log:#?}");
+        assert_eq!(not_done.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}

@@ -527,6 +527,8 @@ pub(super) struct Passage {
     polled: bool,
     /// Whether it is polled for the first time.
     begins: bool,
+    /// How many times it has gone, as far as it was looked at.
+    goings: u32,
 }
 
 #[derive(Debug)]
@@ -538,7 +540,7 @@ pub(super) enum Order {
 
 impl Passage {
     pub(super) fn new(order: Order, activity: Option<Arc<Activity>>) -> Self {
-        Self { order, activity, line: None, polled: false, begins: false }
+        Self { order, activity, line: None, polled: false, begins: false, goings: 0 }
     }
 
     /// Before its attempt is polled: as any other write it counts anew where it may go only now, and stands in line once it
@@ -562,7 +564,9 @@ impl Passage {
 
     /// After that.
     pub(super) fn look_again(&mut self) {
+        let goings = self.activity.as_deref().map_or(0, Activity::goings);
         if mem::take(&mut self.begins)
+            || mem::replace(&mut self.goings, goings) != goings
             || self.line.as_ref().is_some_and(|line| line.went() && !off!(WriteWait))
         {
             self.count_anew();

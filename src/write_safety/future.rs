@@ -173,6 +173,9 @@ struct WriteCall<S, Req, Res> {
     handing_over: bool,
     /// Whether one was called that has yet to be polled: another thread may have called its own just before it.
     called: bool,
+    /// How many times the attempt under way has gone, as far as it was looked at: what is held back below, or handed over
+    /// there again, goes later than it was counted.
+    goings: u32,
     /// Whether the end of an attempt is being judged, which calls the caller's code, so that a panic leaves a doubt.
     judging: bool,
     /// Whether an attempt itself succeeded, rather than a check that found it.
@@ -461,7 +464,9 @@ where
                 self.take_place();
             }
             let begun = mem::take(&mut self.called) || first;
-            if begun {
+            let goings = self.parts.current.activity.goings();
+            if begun || goings != self.goings {
+                self.goings = goings;
                 self.look_as_it_begins();
             }
             if let Some(Poll::Ready(result)) = polled {
@@ -1595,6 +1600,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
             line: None,
             handing_over: false,
             called: false,
+            goings: 0,
             judging: false,
             answered: false,
         }
