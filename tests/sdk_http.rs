@@ -707,6 +707,36 @@ async fn what_one_call_has_met_of_a_session_says_nothing_of_a_400_that_comes_lat
     assert!((1..=8).contains(&pings), "{pings}");
 }
 
+/// The SDK says in a request's head what is in its body, from 2026-07-28 on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_is_asked_for_by_a_ping_that_says_of_itself_that_it_is_one() {
+    let server = Server::of(Era::NewSessions).await;
+    let safety = WriteSafetyLayer::refuse().trust(Evidence::SessionUnknown);
+    let client = builder(http(&server)).writes(safety).build().unwrap();
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    let page = Reply::http("400 Bad Request", &[("Content-Type", "text/html")], "x").after_the_effect();
+    server.on(On::Tool("append"), page);
+    assert_eq!(word(&client.send(append("a")).await), "unknown");
+    assert_eq!((server.effects(), server.sessions()), (vec!["a".to_owned()], 1));
+    let seen = server.seen();
+    let ping = seen.iter().find(|seen| seen.method() == "ping").unwrap();
+    assert_eq!((ping.header("mcp-method").as_deref(), ping.header("mcp-name")), (Some("ping"), None));
+}
+
+/// And one that the server reads and does not take as it is says nothing against the session.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_ping_that_the_server_does_not_take_is_no_sign_of_a_lost_session() {
+    let server = Server::start().await;
+    let client = builder(http(&server)).build().unwrap();
+    assert_eq!(word(&client.send(lines()).await), "ok");
+    for code in [-32020, -32601, -32602] {
+        let error = format!(r#"{{"jsonrpc":"2.0","id":$ID,"error":{{"code":{code},"message":"no"}}}}"#);
+        server.on(On::Tool("lines"), Reply::http("400 Bad Request", &[JSON], &error));
+        server.on(On::Method("ping"), Reply::http("400 Bad Request", &[JSON], &error));
+        assert_eq!((word(&client.send(lines()).await), server.sessions()), ("error", 1), "{code}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sixteen_calls_over_a_restart_share_one_new_session_and_each_is_judged_alone() {
     for how in [How::Dies, How::Says404, How::Says400] {

@@ -28,7 +28,8 @@ use http_body::{Body, Frame, SizeHint};
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use rmcp::{
     model::{
-        ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+        ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, ErrorData, RequestId,
+        ServerJsonRpcMessage,
     },
     transport::streamable_http_client::{
         AuthRequiredError, HttpStatusError, InsufficientScopeError, SseError, StreamableHttpClient,
@@ -59,6 +60,7 @@ use crate::{
 };
 
 const SESSION_ID: HeaderName = HeaderName::from_static("mcp-session-id");
+const METHOD: HeaderName = HeaderName::from_static("mcp-method");
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 const JSON: &str = "application/json";
 const EVENTS: &str = "text/event-stream";
@@ -69,6 +71,8 @@ const MAX_POSTS: usize = 1024;
 const REFRESH: Duration = Duration::from_secs(120);
 /// How long a session may take to answer whether it is there.
 const EXAMINE: Duration = Duration::from_secs(5);
+/// Up to how many bytes of that answer are read.
+const EXAMINED: usize = 64 << 10;
 /// After how long a response stream is resumed whose server does not say; then twice as long each time, up to that.
 const RESUME: Duration = Duration::from_millis(500);
 const RESUME_AT_MOST: Duration = Duration::from_secs(30);
@@ -446,6 +450,17 @@ struct Line {
 }
 
 impl Line {
+    /// The head of a `ping` in place of the request's: without what that says of its own method, tool and arguments.
+    fn of_a_ping(&self) -> Self {
+        let mut line = self.clone();
+        line.headers
+            .retain(|name, _| !["mcp-name", "mcp-param-"].iter().any(|of| name.as_str().starts_with(of)));
+        if let Some(method) = line.headers.get_mut(&METHOD) {
+            *method = HeaderValue::from_static("ping");
+        }
+        line
+    }
+
     /// About how many bytes the head of a request has.
     fn size(&self, token: &Token) -> usize {
         const REST: usize = 512;
@@ -742,13 +757,21 @@ impl Client {
         let number = begun.fetch_add(1, Ordering::Relaxed) + 1;
         let token = self.shared.credentials.current();
         let request = self
-            .request(http::Method::POST, line, &token)
+            .request(http::Method::POST, &line.of_a_ping(), &token)
             .header(CONTENT_TYPE, HeaderValue::from_static(JSON))
             .body(PING);
-        let gone = match timeout(EXAMINE, request.send()).await {
-            Ok(Ok(response)) => matches!(response.status().as_u16(), 400 | 404),
-            _ => false,
+        let asked = async {
+            let Ok(response) = request.send().await else { return false };
+            match response.status().as_u16() {
+                404 => true,
+                400 => {
+                    let said = read_body(response, EXAMINED, &self.shared.inner).await;
+                    !said.is_ok_and(|said| refuses_the_ping_alone(&said))
+                }
+                _ => false,
+            }
         };
+        let gone = timeout(EXAMINE, asked).await.unwrap_or(false);
         *last = (number, gone);
         if gone {
             self.lose_session();
@@ -1358,6 +1381,14 @@ fn error_of(message: ServerJsonRpcMessage) -> Option<ErrorData> {
 enum ReadError {
     TooLarge,
     Lost(reqwest::Error),
+}
+
+/// Whether a server that knows the session has read the `ping`, and does not take it as it is.
+fn refuses_the_ping_alone(body: &[u8]) -> bool {
+    const OF_THE_MESSAGE: [ErrorCode; 3] =
+        [ErrorCode::HEADER_MISMATCH, ErrorCode::INVALID_PARAMS, ErrorCode::METHOD_NOT_FOUND];
+    let error = serde_json::from_slice(body).ok().and_then(error_of);
+    error.is_some_and(|error| OF_THE_MESSAGE.contains(&error.code))
 }
 
 async fn read_body(

@@ -105,7 +105,7 @@
 //! | 408, 503 | probably not processed: reads are attempted again, a write is in doubt | goes on |
 //! | 404 to a request with our session's id, whatever its body | probably not processed | a new session |
 //! | a result or an error with the request's id, by no redirect and no status above | the answer | goes on; after a 400 a `ping` decides |
-//! | any other 400 to a request with our session's id, or such an error by 400 to a read, and a `ping` on that session after it gets 400 or 404 too | as 404 | a new session |
+//! | any other 400 to a request with our session's id, or such an error by 400 to a read, and a `ping` on that session after it gets 404, or 400 but by an error about the `ping` itself (-32020, -32601, -32602), too | as 404 | a new session |
 //! | 202 or 204; an answer with another id or none; a cut body; a stream that ends, breaks or stops within an event; an event above the limit that is no answer; redirects, other statuses, other contents | none: the call is in doubt | goes on |
 //!
 //! They all end the call at once; [`HttpError`] says which it was. A response that never comes ends at the call's

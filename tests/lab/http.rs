@@ -294,6 +294,8 @@ impl On {
 pub enum Era {
     /// A session that begins with `initialize`.
     Sessions,
+    /// The same at 2026-07-28, by a server that compares the method in a request's head with that in its body.
+    NewSessions,
     /// `initialize`, and no session.
     NoSessions,
     /// `server/discover`, and no session: 2026-07-28.
@@ -548,7 +550,7 @@ pub fn appended() -> Value {
 impl State {
     fn honest(&mut self, seen: &Seen) -> Reply {
         let known = seen.session.as_ref().is_some_and(|session| self.sessions.contains(session));
-        if self.era == Era::Sessions && !known && seen.method() != "initialize" {
+        if matches!(self.era, Era::Sessions | Era::NewSessions) && !known && seen.method() != "initialize" {
             return self.unknown_session.clone();
         }
         match seen.verb.as_str() {
@@ -575,6 +577,12 @@ impl State {
                 "ttlMs": 0,
                 "cacheScope": "private",
             })),
+            ("ping", Era::NewSessions)
+                if seen.header("mcp-method").is_some_and(|method| method != "ping") =>
+            {
+                let error = r#"{"jsonrpc":"2.0","id":$ID,"error":{"code":-32020,"message":"Mcp-Method"}}"#;
+                Reply::http("400 Bad Request", &[JSON], error)
+            }
             ("ping", _) => self.result(json!({})),
             ("tools/list", _) => self.result(json!({ "tools": [
                 {
@@ -621,7 +629,7 @@ impl State {
     fn initialize(&mut self, seen: &Seen, era: Era) -> Reply {
         let asked = seen.message["params"]["protocolVersion"].as_str().unwrap_or_default();
         let result = json!({
-            "protocolVersion": asked.min("2025-11-25"),
+            "protocolVersion": if era == Era::NewSessions { asked } else { asked.min("2025-11-25") },
             "capabilities": { "tools": {} },
             "serverInfo": { "name": "raw", "version": "1" },
         });
