@@ -1068,19 +1068,30 @@ impl Activity {
     }
 
     /// Asks whoever is to be asked before it goes to a connection, perhaps later than its service was called, or once more.
+    #[inline]
     fn asked(&self) -> MutexGuard<'_, ActivityState> {
-        let mut state = self.lock();
-        if self.is_waiting() || state.has_gate() {
-            drop(state);
-            self.ask_the_gates(|gate| gate.opens());
-            state = self.lock();
+        let state = self.lock();
+        match self.is_waiting() || !state.gates.is_empty() || state.above.is_some() {
+            true => self.asked_anew(state),
+            false => state,
         }
-        state
+    }
+
+    #[cold]
+    fn asked_anew<'a>(&'a self, state: MutexGuard<'a, ActivityState>) -> MutexGuard<'a, ActivityState> {
+        if !self.is_waiting() && !state.has_gate() {
+            return state;
+        }
+        drop(state);
+        self.ask_the_gates(|gate| gate.opens());
+        self.lock()
     }
 
     /// It was let go; and what it is a part of goes with it.
+    #[inline]
     fn count_going(&self, state: &ActivityState) {
-        self.goings.fetch_add(1, Ordering::Relaxed);
+        // Under the lock.
+        self.goings.store(self.goings().wrapping_add(1), Ordering::Relaxed);
         if let Some(above) = &state.above {
             above.count_going(&above.lock());
         }

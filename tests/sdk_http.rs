@@ -720,7 +720,7 @@ async fn a_session_is_asked_for_by_a_ping_that_says_of_itself_that_it_is_one() {
     assert_eq!((server.effects(), server.sessions()), (vec!["a".to_owned()], 1));
     let seen = server.seen();
     let ping = seen.iter().find(|seen| seen.method() == "ping").unwrap();
-    assert_eq!((ping.header("mcp-method").as_deref(), ping.header("mcp-name")), (Some("ping"), None));
+    assert_eq!((ping.header("mcp-method"), ping.header("mcp-name")), (Some("ping"), None));
 }
 
 /// And one that the server reads and does not take as it is says nothing against the session.
