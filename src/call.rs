@@ -1079,7 +1079,7 @@ impl Activity {
 
     #[cold]
     fn asked_anew<'a>(&'a self, state: MutexGuard<'a, ActivityState>) -> MutexGuard<'a, ActivityState> {
-        if !self.is_waiting() && !state.has_gate() {
+        if !self.is_waiting() && (!state.has_gate() || off!(HandedBack)) {
             return state;
         }
         drop(state);
