@@ -1090,6 +1090,11 @@ impl Activity {
     /// It was let go; and what it is a part of goes with it.
     #[inline]
     fn count_going(&self, state: &ActivityState) {
+        match () {
+            () if off!(WriteWait) => return,
+            () if off!(HandedBack) => return,
+            () => {}
+        }
         // Under the lock.
         self.goings.store(self.goings().wrapping_add(1), Ordering::Relaxed);
         if let Some(above) = &state.above {

@@ -566,7 +566,7 @@ impl Passage {
     pub(super) fn look_again(&mut self) {
         let goings = self.activity.as_deref().map_or(0, Activity::goings);
         if mem::take(&mut self.begins)
-            || (mem::replace(&mut self.goings, goings) != goings && !off!(WriteWait) && !off!(HandedBack))
+            || mem::replace(&mut self.goings, goings) != goings
             || self.line.as_ref().is_some_and(|line| line.went() && !off!(WriteWait))
         {
             self.count_anew();

@@ -465,7 +465,7 @@ where
             }
             let begun = mem::take(&mut self.called) || first;
             let goings = self.parts.current.activity.goings();
-            if begun || (goings != self.goings && !off!(WriteWait) && !off!(HandedBack)) {
+            if begun || goings != self.goings {
                 self.goings = goings;
                 self.look_as_it_begins();
             }
