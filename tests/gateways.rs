@@ -87,6 +87,30 @@ async fn what_was_given_up_in_between_and_is_held_back_there_does_not_go_beside_
     assert_eq!(lab.writes(), 1);
 }
 
+/// W1 goes on a task of its own, before W2 is called, and is answered only while W2 is in doubt.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_went_on_a_task_of_its_own_counts_when_it_went() {
+    for safety in [Safety::refuse(), Safety::refuse().conflict_key(|_| Some("k"))] {
+        for is_nested in [false, true] {
+            let lab = Lab::new();
+            lab.write(later(ms(100), Ok(1))).write(later(ms(10), Err(CallError::ambiguous("reset"))));
+            lab.write(answer(2));
+            let between = spawned(ReconnectLayer::once().layer(lab.connector()), Duration::ZERO);
+            let between = match is_nested {
+                true => BoxCloneService::new(safety.clone().layer(between)),
+                false => BoxCloneService::new(between),
+            };
+            let check = |doubt: Doubt| ready(Ok::<_, BoxError>(doubt.not_landed()));
+            let safety = Safety::new(check).quarantine(ms(200)).conflict_key(|_| Some("k"));
+            let service = DeadlineLayer::new(60 * SECOND).layer(safety.layer(between));
+            let first = tokio::spawn(service.clone().oneshot(write()));
+            tokio::time::sleep(ms(50)).await;
+            let second = service.oneshot(write()).await;
+            assert_eq!((first.await.unwrap().unwrap(), second.unwrap()), (1, 2), "nested {is_nested}");
+        }
+    }
+}
+
 // ----- a busy loop: the outer attempt is over, and the inner layer hands over again and again
 
 /// A layer whose connect takes ten seconds; what it hands over is counted.

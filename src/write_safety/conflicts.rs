@@ -444,6 +444,14 @@ impl InLine {
         mem::take(&mut self.lock().went)
     }
 
+    /// What went since it was polled last, on a task of its own, was counted at that moment.
+    pub(super) fn went_meanwhile(&self, activity: &Activity, seen: &mut u32) {
+        let goings = activity.goings();
+        if mem::replace(seen, goings) != goings {
+            self.went();
+        }
+    }
+
     /// Why it was not let go, if it is a replay that was not.
     pub(super) fn shut_out(&self) -> Option<ShutOut> {
         self.lock().shut_out
@@ -549,6 +557,9 @@ impl Passage {
         self.begins = !mem::replace(&mut self.polled, true);
         if self.begins {
             self.count_anew();
+        }
+        if let (Some(line), Some(activity)) = (&self.line, &self.activity) {
+            line.went_meanwhile(activity, &mut self.goings);
         }
         let Some(activity) = self.activity.as_ref().filter(|it| self.line.is_none() && it.is_waiting())
         else {

@@ -458,6 +458,9 @@ where
             if self.parts.current.activity.is_waiting() {
                 self.stand_in_line();
             }
+            if let Some(line) = self.line.as_deref().filter(|_| !first && !self.called) {
+                line.went_meanwhile(&self.parts.current.activity, &mut self.goings);
+            }
             // The attempt itself first: what it says is better evidence than any check's.
             let polled = attempt.as_mut().as_pin_mut().map(|future| poll_or_last(future, last, cx));
             if self.line.is_some() {
