@@ -1068,7 +1068,7 @@ impl Activity {
     }
 
     /// Asks whoever is to be asked before it goes to a connection, perhaps later than its service was called, or once more.
-    #[inline]
+    #[inline(always)]
     fn asked(&self) -> MutexGuard<'_, ActivityState> {
         let state = self.lock();
         match self.is_waiting() || !state.gates.is_empty() || state.above.is_some() {
@@ -1088,7 +1088,7 @@ impl Activity {
     }
 
     /// It was let go; and what it is a part of goes with it.
-    #[inline]
+    #[inline(always)]
     fn count_going(&self, state: &ActivityState) {
         match () {
             () if off!(WriteWait) => return,
@@ -1098,8 +1098,13 @@ impl Activity {
         // Under the lock.
         self.goings.store(self.goings().wrapping_add(1), Ordering::Relaxed);
         if let Some(above) = &state.above {
-            above.count_going(&above.lock());
+            above.count_going_inside();
         }
+    }
+
+    #[cold]
+    fn count_going_inside(&self) {
+        self.count_going(&self.lock());
     }
 
     /// How many times it went: of each one that its layer has not seen yet it counts anew.
