@@ -1654,6 +1654,7 @@ async fn a_process_that_exits_closes_after_a_short_drain_though_its_pipe_stays_o
 }
 
 #[tokio::test(start_paused = true)]
+#[cfg_attr(miri, ignore = "too many lines")]
 async fn an_answer_in_the_pipe_of_a_process_that_has_exited_is_read_however_long_that_takes() {
     // Behind as much as a process can leave there; without a newline; and behind more than that.
     for (junk, newline, is_read) in [(900 << 10, "\n", true), (900 << 10, "", true), (2 << 20, "\n", false)] {
