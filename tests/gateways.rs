@@ -70,16 +70,13 @@ async fn what_was_given_up_in_between_and_is_held_back_there_does_not_go_beside_
     let below = ReconnectLayer::once().layer(lab.connector());
     let (held, below) = (spawned(below.clone(), 5 * SECOND), BoxCloneService::new(below));
     let calls = Arc::new(AtomicU32::new(0));
-    let between = service_fn(move |request: Req| -> Answer {
-        let call: Answer = match calls.fetch_add(1, Relaxed) {
+    let first_held = service_fn(move |request: Req| -> Answer {
+        match calls.fetch_add(1, Relaxed) {
             0 => Box::pin(held.clone().oneshot(request)),
             _ => Box::pin(below.clone().oneshot(request)),
-        };
-        Box::pin(async move {
-            let result = tokio::time::timeout(SECOND, call).await;
-            result.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
-        })
+        }
     });
+    let between = gives_up(BoxCloneService::new(first_held), SECOND);
     let safety = Safety::new(|doubt: Doubt| ready(Ok::<_, BoxError>(doubt.not_landed()))).quarantine(ms(100));
     let service = DeadlineLayer::new(60 * SECOND).layer(safety.layer(between));
     assert_eq!(service.oneshot(write()).await.unwrap(), 1);

@@ -262,13 +262,7 @@ async fn what_a_timeout_in_between_makes_unknown_is_reported_as_unknown() {
     }
     let check = |doubt: Doubt| async move { Ok(doubt.not_landed_because("tested")) };
     let inner = WriteSafetyLayer::new(check).ledger(Slow(MemoryLedger::new())).layer(lab.connection());
-    let between = service_fn(move |call: Req| -> Answer {
-        let call: Answer = Box::pin(inner.clone().oneshot(call));
-        Box::pin(async move {
-            let result = tokio::time::timeout(SECOND, call).await;
-            result.unwrap_or_else(|_| Err(CallError::ambiguous("elapsed")))
-        })
-    });
+    let between = gives_up(BoxCloneService::new(inner), SECOND);
     let outer = Safety::refuse().layer(between);
     let ledger = outer.ledger();
     let deadline = DeadlineLayer::new(60 * SECOND).on_event(lab.events.sink());

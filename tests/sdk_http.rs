@@ -714,8 +714,7 @@ async fn a_session_is_asked_for_by_a_ping_that_says_of_itself_that_it_is_one() {
     let safety = WriteSafetyLayer::refuse().trust(Evidence::SessionUnknown);
     let client = builder(http(&server)).writes(safety).build().unwrap();
     assert_eq!(word(&client.send(lines()).await), "ok");
-    let page = Reply::http("400 Bad Request", &[("Content-Type", "text/html")], "x").after_the_effect();
-    server.on(On::Tool("append"), page);
+    server.on(On::Tool("append"), status("400 Bad Request", &[HTML], PAGE).after_the_effect());
     assert_eq!(word(&client.send(append("a")).await), "unknown");
     assert_eq!((server.effects(), server.sessions()), (vec!["a".to_owned()], 1));
     let seen = server.seen();
@@ -731,8 +730,8 @@ async fn a_ping_that_the_server_does_not_take_is_no_sign_of_a_lost_session() {
     assert_eq!(word(&client.send(lines()).await), "ok");
     for code in [-32020, -32601, -32602] {
         let error = format!(r#"{{"jsonrpc":"2.0","id":$ID,"error":{{"code":{code},"message":"no"}}}}"#);
-        server.on(On::Tool("lines"), Reply::http("400 Bad Request", &[JSON], &error));
-        server.on(On::Method("ping"), Reply::http("400 Bad Request", &[JSON], &error));
+        server.on(On::Tool("lines"), status("400 Bad Request", &[JSON], &error));
+        server.on(On::Method("ping"), status("400 Bad Request", &[JSON], &error));
         assert_eq!((word(&client.send(lines()).await), server.sessions()), ("error", 1), "{code}");
     }
 }
