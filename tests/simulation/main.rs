@@ -41,6 +41,10 @@ use self::{
     world::{Branch, Lies},
 };
 
+/// A seed is some thousand allocations, most of them of tasks and calls.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// How many full seeds a run has; five times as many are lean.
 const SEEDS: u64 = 20_000;
 /// How many seeds a thread takes at once.
