@@ -478,7 +478,10 @@ mod rounds {
                 tally.add(&runtime.block_on(more));
                 flown += rounds;
             }
-            println!("chaos: rounds={flown} {}; {what}", tally.line());
+            println!(
+                "chaos: rounds={flown} {}; wrong on purpose, so that there must be duplicates: {what}",
+                tally.line()
+            );
             are_found &= tally.duplicates > 0;
         }
         let server = |seed: u64| Server { is_demo: seed.is_multiple_of(DEMO), is_wrong: false };

@@ -448,7 +448,7 @@ fn examine<Res>(
         Some(None) => Verdict::Unknown("the check panicked".into()),
         Some(Some(Err(error))) => Verdict::Unknown(match safe_text(error.as_ref()) {
             Some(text) => format!("the check failed: {text}").into(),
-            None => "the check failed".into(),
+            None => "the check failed, with an error that may hold secrets and is not shown".into(),
         }),
         Some(Some(Ok(Verdict::NotLanded(fence)))) => {
             if !fence.is_for(call) {
