@@ -147,7 +147,8 @@ where
     /// connection of this crate end at once, and writes among them are reported; a foreign connection closes when
     /// the last clone of the stack and the last of its calls are dropped. A write in doubt that waits for its fence or
     /// its check goes on until that has ended, or its deadline, and is reported then; its check finds no connection
-    /// any more. Drop its future to end it before.
+    /// any more. Drop its future to end it before. A connection that does not close, since the runtime that it lives on does not
+    /// run, is waited for 10 s.
     pub async fn shutdown(&self, grace: Duration) -> usize {
         let shared = &self.seat.shared;
         shared.closing.store(true, Ordering::Release);

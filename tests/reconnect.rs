@@ -1622,6 +1622,23 @@ fn a_call_that_is_polled_without_a_clock_does_not_end_the_connect_of_others() {
 }
 
 #[test]
+fn a_shutdown_ends_though_the_runtime_of_the_connection_does_not_run_any_more() {
+    let (first, second) = (runtime(), runtime());
+    let (layer, log) = logged();
+    let (handle, pipes) = (layer.handle(), Pipes::default());
+    let service = layer.layer(pipes.connector());
+    let call = || service.clone().oneshot(request(Effect::Write));
+    first.block_on(async { assert!(tokio::time::timeout(SECOND, call()).await.is_err()) });
+    let peer = pipes.take();
+    let ended = second.block_on(async { tokio::time::timeout(11 * SECOND, handle.shutdown(SECOND)).await });
+    assert_eq!(ended, Ok(0), "it waits for ever");
+    assert_eq!(log.take().len(), 0, "nothing has closed yet");
+    drop(peer);
+    let error = second.block_on(call()).unwrap_err();
+    assert_eq!(error.delivery(), Delivery::NotSent);
+}
+
+#[test]
 fn a_connect_whose_runtime_does_not_run_any_more_ends_at_the_connect_timeout() {
     let (first, second) = (runtime(), runtime());
     let (client, mut connects) = client(ReconnectLayer::once().connect_timeout(SECOND));

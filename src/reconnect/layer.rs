@@ -7,12 +7,12 @@ use std::{
 };
 
 use backon::BackoffBuilder;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::{Layer, Service};
 
 use super::{
     Config, Reconnect,
-    single_flight::{Managed, Shared},
+    single_flight::{Managed, REAPING, Shared},
 };
 use crate::{
     BoxError,
@@ -205,7 +205,8 @@ impl ReconnectHandle {
     /// connection closes and its process is reaped.
     ///
     /// Returns how many calls were still in flight when the grace was over. A connection of this crate closes
-    /// under them; a foreign one when the last clone of the service and the last of its calls are dropped.
+    /// under them; a foreign one when the last clone of the service and the last of its calls are dropped. One that does not
+    /// close, since the runtime that it lives on does not run, is waited for 10 s; it closes when that goes on.
     pub async fn shutdown(&self, grace: Duration) -> usize {
         let members = self.members();
         for managed in &members {
@@ -216,7 +217,8 @@ impl ReconnectHandle {
         for managed in &members {
             cut_off += drain(|| managed.in_flight(), managed.ended(), end).await;
             if let Some(connection) = managed.take_connection() {
-                connection.close().await;
+                // What it waits for may live on a runtime that does not run.
+                let _ = timeout(REAPING, connection.close()).await;
             }
             // A connect that was under way has left a process, too.
             if let Some(reaper) = managed.reaper() {

@@ -13,7 +13,8 @@
 //!   after a backoff. Each connect is bounded by [`connect_timeout`](ReconnectLayer::connect_timeout); a
 //!   call's own deadline ends only its own wait.
 //! - Calls on several Tokio runtimes may share a service. One whose runtime does not run holds up no other: whoever
-//!   waits on a runtime that does drives the connect on, and ends it at its time. A call that needs a connection and is
+//!   waits on a runtime that does drives the connect on, and ends it at its time. A connection of this crate lives on the
+//!   runtime that connected: while that does not run, calls over it end at their deadlines. A call that needs a connection and is
 //!   polled outside a runtime, or in one without a clock, panics as Tokio's timers do there, and harms no other.
 //! - After [too many connections in a row](ReconnectLayer::crash_loop) that closed without having answered
 //!   anything, calls are refused for a while.

@@ -61,9 +61,9 @@ use crate::{
 
 /// How many ends of connections are kept as the evidence of a crash loop.
 const EVIDENCE_KEPT: usize = 8;
-/// How long the end of the last process is waited for before the next connect begins all the same. The
-/// connector that made the process has tighter bounds of its own.
-const REAPING: Duration = Duration::from_secs(10);
+/// How long the end of the last process is waited for before the next connect begins all the same, or a shutdown goes on.
+/// The connector that made the process has bounds of its own.
+pub(super) const REAPING: Duration = Duration::from_secs(10);
 
 /// What all clones of a service share.
 pub(crate) struct Shared<M: Service<()>> {
