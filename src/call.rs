@@ -24,7 +24,7 @@ use crate::{
     error::Attempt,
     event::Events,
     wakers::wake,
-    write_safety::Fence,
+    write_safety::{Fence, Place, ledger::EntryId},
 };
 
 /// A request that the layers of this crate can reason about.
@@ -555,8 +555,8 @@ impl CallContext {
     /// more: it may have lain behind a stalled pipe for long. Reads the clock for nothing else.
     pub(crate) fn overdue(&self) -> Option<CallError> {
         let activity = self.activity.as_ref()?;
-        let has_gate = activity.has_gate();
-        let (deadline, until) = (self.until(), self.attempt_until.filter(|_| has_gate));
+        let is_asked = activity.is_asked_again();
+        let (deadline, until) = (self.until(), self.attempt_until.filter(|_| is_asked));
         let mut is_over = false;
         if (deadline.has_end() || until.is_some()) && !off!(AttemptTime) {
             let now = Instant::now();
@@ -565,7 +565,7 @@ impl CallContext {
             }
             is_over = until.is_some_and(|at| now >= at);
         }
-        (is_over || (has_gate && !activity.still_goes()))
+        (is_over || (is_asked && !activity.still_goes()))
             .then(|| CallError::attempt_timeout(Delivery::NotSent))
     }
 
@@ -703,6 +703,8 @@ struct ActivityState {
     generation: Option<(u64, Instant)>,
     replaced: Option<Box<Fence>>,
     waker: Option<Waker>,
+    /// Where its layer counts it when it goes, as long as that has no gate.
+    order: Option<Standing>,
     /// Of each layer that keeps an order of writes in which it has a place.
     gates: Vec<Arc<dyn Gate>>,
     word: Option<Arc<dyn Word>>,
@@ -719,10 +721,31 @@ pub(crate) trait Gate: fmt::Debug + Send + Sync {
     /// Whether it may still go. If so, it counts as handed over now.
     fn opens(&self) -> bool;
 
+    /// Whether it is asked again when its frame's turn comes.
+    fn is_asked_again(&self) -> bool {
+        true
+    }
+
     /// The same when it has gone to a connection and the turn of its frame comes. A first attempt has its place by then:
     /// what that connection was given later is behind it. A replay is asked as before, since a write on another connection
     /// may have overtaken it.
     fn stays_open(&self) -> bool;
+}
+
+/// The order of a layer's writes.
+pub(crate) trait WriteOrder: fmt::Debug + Send + Sync {
+    /// A write with that place, and a key or none, goes now: later than it was counted, or once more. It counts anew, but keeps its
+    /// place.
+    fn goes(&self, key: Option<(&Arc<str>, EntryId)>, place: Place);
+}
+
+/// A write's place in the order of its layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Standing {
+    pub(crate) order: Arc<dyn WriteOrder>,
+    /// With a key.
+    pub(crate) id: Option<EntryId>,
+    pub(crate) place: Place,
 }
 
 /// What a write-safety layer says of itself to those further in.
@@ -855,7 +878,23 @@ impl Activity {
         state.adopted || state.generation.is_some() || state.is_inside_or_gone()
     }
 
-    /// Has that asked, too, when it goes after it has waited.
+    /// Has it counted there when it goes, be its layer polled by then or not. How many times it went before that.
+    pub(crate) fn set_order(&self, order: Standing) -> u32 {
+        let mut state = self.lock();
+        state.order = Some(order);
+        self.goings()
+    }
+
+    /// Has that asked when it goes, in place of its order.
+    pub(crate) fn set_own_gate(&self, gate: Arc<dyn Gate>) {
+        let mut state = self.lock();
+        state.gates.push(gate);
+        let order = state.order.take();
+        drop(state);
+        drop(order);
+    }
+
+    /// Has that asked, too.
     pub(crate) fn set_gate(&self, gate: Arc<dyn Gate>) {
         self.lock().gates.push(gate);
     }
@@ -880,29 +919,51 @@ impl Activity {
         self.lock().word.clone()
     }
 
-    /// Whether it was to be asked: each replay is, and what has waited for a connection.
-    pub(crate) fn has_gate(&self) -> bool {
-        !self.lock().gates.is_empty()
+    /// Whether somebody is to be asked when its frame's turn comes: of each replay, and of what has waited for a connection.
+    pub(crate) fn is_asked_again(&self) -> bool {
+        self.lock().gates.iter().any(|gate| gate.is_asked_again())
     }
 
     /// What has waited goes now, if it may; else it is over. What it is a part of goes with it, and if that may not, no part
     /// of it begins.
     #[cold]
-    pub(crate) fn ask_the_gates(&self, opens: fn(&dyn Gate) -> bool) {
+    pub(crate) fn ask_the_gates(&self) {
+        let (gates, order, above) = {
+            let state = self.lock();
+            (
+                state.gates.clone(),
+                state.order.clone().map(|order| (order, state.key.clone())),
+                state.above.clone(),
+            )
+        };
+        if !gates.iter().all(|gate| gate.opens()) {
+            return self.end();
+        }
+        if let Some((Standing { order, id, place }, key)) = order {
+            order.goes(key.as_ref().zip(id), place);
+        }
+        if let Some(above) = above {
+            above.ask_the_gates();
+        }
+    }
+
+    /// The same when its frame's turn comes.
+    #[cold]
+    fn ask_the_gates_again(&self) {
         let (gates, above) = {
             let state = self.lock();
             (state.gates.clone(), state.above.clone())
         };
-        if !gates.iter().all(|gate| opens(&**gate)) {
+        if !gates.iter().all(|gate| gate.stays_open()) {
             self.end();
         } else if let Some(above) = above {
-            above.ask_the_gates(opens);
+            above.ask_the_gates_again();
         }
     }
 
     /// Whether one with a gate may still go, now that its connection's turn has come to begin with it.
     fn still_goes(&self) -> bool {
-        self.ask_the_gates(|gate| gate.stays_open());
+        self.ask_the_gates_again();
         let state = self.lock();
         !state.over && !state.is_within_what_ended()
     }
@@ -1028,16 +1089,18 @@ impl Activity {
     /// When the last byte was sent: `Err` while a marking connection still has bytes to send, `Ok(None)`
     /// for one that marks nothing. Registers for a wake-up while it is `Err`.
     pub(crate) fn poll_sent(&self, cx: &mut Context<'_>) -> Result<Option<Instant>, StillSending> {
+        // Wakers are foreign code: cloned and dropped without the lock.
+        let waker = cx.waker().clone();
         let mut state = self.lock();
-        match (state.adopted, state.sent_at) {
-            (false, _) => Ok(None),
-            (true, Some(at)) => Ok(Some(at)),
-            (true, None) if off!(LastByte) => Ok(None),
-            (true, None) => {
-                state.waker = Some(cx.waker().clone());
-                Err(StillSending)
-            }
-        }
+        let old = match (state.adopted, state.sent_at) {
+            (false, _) => return Ok(None),
+            (true, Some(at)) => return Ok(Some(at)),
+            (true, None) if off!(LastByte) => return Ok(None),
+            (true, None) => state.waker.replace(waker),
+        };
+        drop(state);
+        drop(old);
+        Err(StillSending)
     }
 
     pub(crate) fn set_replaced(&self, fence: Fence) {
@@ -1071,7 +1134,7 @@ impl Activity {
     #[inline(always)]
     fn asked(&self) -> MutexGuard<'_, ActivityState> {
         let state = self.lock();
-        match self.is_waiting() || !state.gates.is_empty() || state.above.is_some() {
+        match self.is_waiting() || state.is_counted() || state.above.is_some() {
             true => self.asked_anew(state),
             false => state,
         }
@@ -1079,11 +1142,11 @@ impl Activity {
 
     #[cold]
     fn asked_anew<'a>(&'a self, state: MutexGuard<'a, ActivityState>) -> MutexGuard<'a, ActivityState> {
-        if !self.is_waiting() && (!state.has_gate() || off!(HandedBack)) {
+        if !self.is_waiting() && (!state.has_order() || off!(HandedBack)) {
             return state;
         }
         drop(state);
-        self.ask_the_gates(|gate| gate.opens());
+        self.ask_the_gates();
         self.lock()
     }
 
@@ -1107,7 +1170,7 @@ impl Activity {
         self.count_going(&self.lock());
     }
 
-    /// How many times it went: of each one that its layer has not seen yet it counts anew.
+    /// How many times it went: after each one that its layer sees in a poll it looks whether it is the last still.
     pub(crate) fn goings(&self) -> u32 {
         self.goings.load(Ordering::Relaxed)
     }
@@ -1118,8 +1181,12 @@ impl Activity {
         if !self.is_waiting() {
             return true;
         }
-        self.ask_the_gates(|gate| gate.opens());
-        let goes_on = self.lock().may_begin();
+        self.ask_the_gates();
+        let mut state = self.lock();
+        let goes_on = state.may_begin();
+        if goes_on {
+            self.count_going(&state);
+        }
         self.waiting.store(!goes_on, Ordering::Relaxed);
         goes_on
     }
@@ -1146,9 +1213,15 @@ impl ActivityState {
         !over
     }
 
-    /// Whether somebody is to be asked before it goes.
-    fn has_gate(&self) -> bool {
-        !self.gates.is_empty() || self.above.as_deref().is_some_and(|above| above.lock().has_gate())
+    /// Whether a layer counts it when it goes, or is asked.
+    #[inline]
+    fn is_counted(&self) -> bool {
+        self.order.is_some() || !self.gates.is_empty()
+    }
+
+    /// The same, or one counts what it is a part of.
+    fn has_order(&self) -> bool {
+        self.is_counted() || self.above.as_deref().is_some_and(|above| above.lock().has_order())
     }
 
     /// Whether a copy is with a layer further in, or has come back from there and may have been sent.
@@ -1494,7 +1567,9 @@ mod tests {
         doors.iter().for_each(|door| activity.set_gate(Arc::<Door>::clone(door)));
         activity.remove_gate(&doors[1]);
         activity.waits();
-        assert!(activity.on_generation(1, Instant::now(), Giver::of(&Arc::new(0))) && activity.has_gate());
+        assert!(
+            activity.on_generation(1, Instant::now(), Giver::of(&Arc::new(0))) && activity.is_asked_again()
+        );
     }
 
     #[test]

@@ -650,6 +650,30 @@ async fn no_replay_lands_on_a_write_that_its_connection_held_back_until_then() {
     }
 }
 
+/// A service in between that hands what was not sent over once more, after 50 ms.
+fn hands_over_again(
+    at_once: bool,
+    below: BoxCloneService<Req, Res, CallError>,
+) -> BoxCloneService<Req, Res, CallError> {
+    BoxCloneService::new(service_fn(move |request: Req| -> Answer {
+        let again: Answer = Box::pin(below.clone().oneshot(request.try_clone().unwrap()));
+        let passed_on: Answer = match at_once {
+            // Its connection is always ready.
+            true => below.clone().call(request),
+            false => Box::pin(below.clone().oneshot(request)),
+        };
+        Box::pin(async move {
+            match passed_on.await {
+                Err(error) if error.outcome() == Outcome::NotDone => {
+                    tokio::time::sleep(ms(50)).await;
+                    again.await
+                }
+                result => result,
+            }
+        })
+    }))
+}
+
 /// A service in between hands W1, of which nothing was sent, over once more: its first attempt, or its replay.
 #[tokio::test(start_paused = true)]
 async fn what_a_service_in_between_hands_over_again_counts_anew() {
@@ -667,20 +691,7 @@ async fn what_a_service_in_between_hands_over_again_counts_anew() {
         };
         lab.write(lands(&lab, 1)).write(lands(&lab, 2));
         let below = BoxCloneService::new(ReconnectLayer::once().layer(lab.connector()));
-        let between = service_fn(move |request: Req| -> Answer {
-            let again: Answer = Box::pin(below.clone().oneshot(request.try_clone().unwrap()));
-            let passed_on: Answer = Box::pin(below.clone().oneshot(request));
-            Box::pin(async move {
-                match passed_on.await {
-                    Err(error) if error.outcome() == Outcome::NotDone => {
-                        tokio::time::sleep(ms(50)).await;
-                        again.await
-                    }
-                    result => result,
-                }
-            })
-        });
-        let service = DeadlineLayer::new(30 * SECOND).layer(safety.layer(between));
+        let service = DeadlineLayer::new(30 * SECOND).layer(safety.layer(hands_over_again(false, below)));
         let first = tokio::spawn(service.clone().oneshot(named("W1")));
         tokio::time::sleep(if is_replay { ms(130) } else { ms(10) }).await;
         let second = service.oneshot(named("W2")).await;
@@ -689,5 +700,82 @@ async fn what_a_service_in_between_hands_over_again_counts_anew() {
             if is_replay { [second, first, Ok(2)] } else { [first, second, Ok(1)] };
         assert_eq!((done.ok(), landed(&log).len()), (expected.ok(), 1), "{not_done:?} {log:#?}");
         assert_eq!(not_done.unwrap_err().outcome(), Outcome::NotDone);
+    }
+}
+
+/// Gives what it is given on at once, and waits for it on a task of its own.
+#[derive(Clone)]
+struct OnATask<S>(S);
+
+impl<S> Service<Req> for OnATask<S>
+where
+    S: Service<Req, Response = Res, Error = CallError, Future: Send + 'static>,
+{
+    type Response = Res;
+    type Error = CallError;
+    type Future = Answer;
+
+    fn poll_ready(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), CallError>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Answer {
+        let answer = tokio::spawn(self.0.call(request));
+        Box::pin(async move { answer.await.unwrap() })
+    }
+}
+
+/// W1 is with a connection, which holds it back or hands it back, and goes once W2 was lost. It is waited for on a task, so
+/// that its layer is not polled between the two.
+#[tokio::test(start_paused = true)]
+async fn what_goes_later_on_a_task_of_a_service_in_between_counts_when_it_goes() {
+    fn goes(request: &Req) {
+        assert!(request.context().activity().unwrap().adopt());
+    }
+    let keyed = || absent().conflict_key(|_| Some("k"));
+    for (is_held, safety) in [true, false].into_iter().flat_map(|it| [(it, absent()), (it, keyed())]) {
+        // Another layer answers for W1, or none does.
+        for outer in [None, Some(absent())] {
+            let (lab, passes) = (Lab::new(), outer.is_some());
+            let log = lab.log.clone();
+            let lands_later: Step = Box::new(move |request: Req| {
+                goes(&request);
+                Box::pin(async move {
+                    if is_held {
+                        tokio::time::sleep(ms(50)).await;
+                        goes(&request);
+                    }
+                    log.note("lands W1");
+                    tokio::time::sleep(ms(200)).await;
+                    Ok(1)
+                })
+            });
+            let handed_back: Step = Box::new(|request: Req| {
+                goes(&request);
+                request.context().activity().unwrap().withdrawn();
+                fail(CallError::not_sent("the queue is full"))(request)
+            });
+            let lost = later(ms(5), Err(CallError::ambiguous("reset")));
+            match is_held {
+                true => lab.write(lands_later).write(lost),
+                false => lab.write(handed_back).write(lost).write(lands_later),
+            };
+            lab.write(lands(&lab, 2));
+            let below = BoxCloneService::new(lab.connection());
+            let service = safety.clone().layer(OnATask(hands_over_again(true, below)));
+            let deadline = DeadlineLayer::new(30 * SECOND);
+            let around = match outer {
+                Some(outer) => BoxCloneService::new(deadline.layer(outer.layer(service.clone()))),
+                None => BoxCloneService::new(deadline.layer(service.clone())),
+            };
+            let mut first = task::spawn(around.oneshot(named("W1")));
+            assert!(first.poll().is_pending());
+            let first = tokio::spawn(first);
+            let second = deadline.layer(service).oneshot(named("W2")).await;
+            let (first, log) = (first.await.unwrap(), lab.log.timed());
+            assert_eq!(first.unwrap(), 1, "{log:#?}");
+            assert_eq!(landed(&log), ["W1"], "{is_held}, {passes}: W2 over W1: {second:?} {log:#?}");
+            assert_eq!(second.unwrap_err().outcome(), Outcome::NotDone);
+        }
     }
 }

@@ -5,10 +5,12 @@
 use std::{
     collections::VecDeque,
     path::PathBuf,
+    pin::Pin,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
+    task::{Context, Poll, ready},
     time::{Duration, Instant},
 };
 
@@ -1484,6 +1486,77 @@ async fn a_write_that_was_held_back_from_a_silent_server_counts_when_it_goes() {
     let error = second.await.unwrap_err();
     assert_eq!(error.outcome(), Outcome::NotDone, "{error:?}");
     assert_eq!((server.count("w_first"), server.count("w_second")), (1, 1));
+}
+
+/// Gives the first write and any other one to a client each, which it waits for on tasks; gives up the others.
+#[derive(Clone)]
+struct OnATask {
+    first: Client,
+    second: Client,
+}
+
+impl Service<Request> for OnATask {
+    type Response = ServerResult;
+    type Error = CallError;
+    type Future = Pin<Box<dyn Future<Output = Result<ServerResult, CallError>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        ready!(Service::<Request>::poll_ready(&mut self.first, cx))?;
+        Service::<Request>::poll_ready(&mut self.second, cx)
+    }
+
+    fn call(&mut self, request: Request) -> Self::Future {
+        let (client, limit) = match request.tool_name() {
+            Some("w_first") => (&mut self.first, 60 * SECOND),
+            _ => (&mut self.second, SECOND),
+        };
+        let answer = tokio::spawn(client.call(request));
+        Box::pin(async move {
+            let answer = tokio::time::timeout(limit, answer).await;
+            answer.map_or_else(|_| Err(CallError::ambiguous("given up")), Result::unwrap)
+        })
+    }
+}
+
+/// The same where the first one is waited for on a task, so that its layer is not polled between the two; the second one goes
+/// to another server.
+#[tokio::test(start_paused = true)]
+async fn a_write_that_was_held_back_on_a_task_from_a_silent_server_counts_when_it_goes() {
+    for is_keyed in [false, true] {
+        let [silent, other] = [(); 2].map(|()| Moody::default());
+        let [to_silent, to_other] = [&silent, &other].map(|server| -> Client {
+            Stack::builder(server.connector()).deadline(PATIENCE).build().unwrap()
+        });
+        to_silent.send(Request::from(tool("w_ok"))).await.unwrap();
+        to_other.send(Request::from(tool("w_ok"))).await.unwrap();
+        let _keeps = silent.counts_as_gone(&to_silent, 10).await;
+        other.answers(false);
+
+        let safety = WriteSafetyLayer::new(|doubt: InDoubt<Request, ServerResult>| async move {
+            Ok::<_, BoxError>(doubt.not_landed())
+        });
+        let safety = safety.quarantine(5 * SECOND).attempt_timeout(60 * SECOND);
+        let safety = if is_keyed { safety.conflict_key(|_: &Request| Some("key")) } else { safety };
+        let between = OnATask { first: to_silent, second: to_other };
+        let service = tower::Layer::layer(&safety, between);
+        let call = |name| {
+            let request = Request::from(tool(name)).within(300 * SECOND);
+            tokio_test::task::spawn(service.clone().oneshot(request))
+        };
+        let mut first = call("w_first");
+        assert!(first.poll().is_pending());
+        let second = tokio::spawn(call("w_second"));
+        tokio::time::sleep(2 * SECOND).await;
+        assert_eq!((silent.count("w_first"), other.count("w_second")), (0, 1), "the second one is in doubt");
+        silent.answers(true);
+        other.answers(true);
+        silent.speaks().await;
+        tokio::time::sleep(SECOND).await;
+        first.await.unwrap();
+        let error = second.await.unwrap().unwrap_err();
+        assert_eq!(error.outcome(), Outcome::NotDone, "{error:?}");
+        assert_eq!((silent.count("w_first"), other.count("w_second")), (1, 1), "{is_keyed}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

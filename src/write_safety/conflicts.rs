@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     Activity, Closure,
-    call::{Gate, address},
+    call::{Gate, Standing, WriteOrder, address},
     wakers::wake_all,
 };
 
@@ -236,8 +236,32 @@ impl Conflicts {
         InLine { independent, ..line }
     }
 
+    /// The place of a write without a key that has that number.
+    pub(super) fn standing(self: &Arc<Self>, number: u64) -> Standing {
+        let place = Place { writes: number, keyless: 0 };
+        Standing { order: Arc::<Self>::clone(self), id: None, place }
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Key>> {
         self.keys.lock()
+    }
+}
+
+impl WriteOrder for Conflicts {
+    fn goes(&self, key: Option<(&Arc<str>, EntryId)>, place: Place) {
+        let Some((key, id)) = key else {
+            if !self.is_last(place.writes) && !off!(WriteWait) {
+                self.hand_over();
+            }
+            return;
+        };
+        if let Some(state) = self.lock().get_mut(key)
+            && !self.is_last_keyed(state, place)
+            && !off!(WriteWait)
+        {
+            self.hand_over_keyed(state, id);
+        }
+        self.keys.wake();
     }
 }
 
@@ -256,7 +280,7 @@ pub(super) struct Hold {
 
 /// A write's place in the order, as of its last hand-over.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Place {
+pub(crate) struct Place {
     /// Its number among those with its key; without one, among all.
     pub(super) writes: u64,
     keyless: u64,
@@ -274,11 +298,11 @@ pub(super) struct InLine {
     independent: bool,
     /// The end of the connection beside whose process it must not go.
     beside: Option<Closure>,
-    standing: Mutex<Standing>,
+    seen: Mutex<Seen>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Standing {
+struct Seen {
     place: Place,
     shut_out: Option<ShutOut>,
     /// Whether it was let go, and has not looked at the order of writes since.
@@ -317,6 +341,11 @@ impl Hold {
         let mut keys = self.of.lock();
         let state = keys.entry(Arc::clone(&self.key)).or_default();
         self.place = self.of.hand_over_keyed(state, self.id);
+    }
+
+    /// Where it stands in the order of writes.
+    pub(super) fn standing(&self) -> Standing {
+        Standing { order: Arc::<Conflicts>::clone(&self.of), id: Some(self.id), place: self.place }
     }
 
     /// It waits for a connection, perhaps as a replay.
@@ -424,8 +453,8 @@ impl Hold {
 
 impl InLine {
     fn new(of: Arc<Conflicts>, key: Option<(Arc<str>, EntryId)>, replay: bool, place: Place) -> Self {
-        let standing = Mutex::new(Standing { place, shut_out: None, went: false });
-        Self { of, key, left: 0, replay, independent: false, beside: None, standing }
+        let seen = Mutex::new(Seen { place, shut_out: None, went: false });
+        Self { of, key, left: 0, replay, independent: false, beside: None, seen }
     }
 
     /// Of a replay by a quarantine, that must not go beside the process of that connection.
@@ -444,21 +473,13 @@ impl InLine {
         mem::take(&mut self.lock().went)
     }
 
-    /// What went since it was polled last, on a task of its own, was counted at that moment.
-    pub(super) fn went_meanwhile(&self, activity: &Activity, seen: &mut u32) {
-        let goings = activity.goings();
-        if mem::replace(seen, goings) != goings {
-            self.went();
-        }
-    }
-
     /// Why it was not let go, if it is a replay that was not.
     pub(super) fn shut_out(&self) -> Option<ShutOut> {
         self.lock().shut_out
     }
 
-    fn lock(&self) -> MutexGuard<'_, Standing> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether it may go, counted as of now.
@@ -525,6 +546,29 @@ impl Gate for InLine {
     }
 }
 
+/// What passes a layer and may go, or go once more, on a task of its own.
+#[derive(Debug)]
+struct Counted {
+    standing: Standing,
+    key: Option<Arc<str>>,
+}
+
+impl Gate for Counted {
+    fn opens(&self) -> bool {
+        let Standing { order, id, place } = &self.standing;
+        order.goes(self.key.as_ref().zip(*id), *place);
+        true
+    }
+
+    fn stays_open(&self) -> bool {
+        true
+    }
+
+    fn is_asked_again(&self) -> bool {
+        false
+    }
+}
+
 /// The place among a layer's writes of one that passes it, as long as its attempt is under way.
 #[derive(Debug)]
 pub(super) struct Passage {
@@ -532,6 +576,7 @@ pub(super) struct Passage {
     /// The attempt's, of the layer that answers for it.
     activity: Option<Arc<Activity>>,
     line: Option<Arc<InLine>>,
+    counted: Option<Arc<Counted>>,
     polled: bool,
     /// Whether it is polled for the first time.
     begins: bool,
@@ -548,7 +593,7 @@ pub(super) enum Order {
 
 impl Passage {
     pub(super) fn new(order: Order, activity: Option<Arc<Activity>>) -> Self {
-        Self { order, activity, line: None, polled: false, begins: false, goings: 0 }
+        Self { order, activity, line: None, counted: None, polled: false, begins: false, goings: 0 }
     }
 
     /// Before its attempt is polled: as any other write it counts anew where it may go only now, and stands in line once it
@@ -558,8 +603,14 @@ impl Passage {
         if self.begins {
             self.count_anew();
         }
-        if let (Some(line), Some(activity)) = (&self.line, &self.activity) {
-            line.went_meanwhile(activity, &mut self.goings);
+        if let Some(activity) = self.activity.as_deref().filter(|_| !self.begins) {
+            // What went meanwhile, on a task of its own, was counted at that moment.
+            let goings = activity.goings();
+            if mem::replace(&mut self.goings, goings) != goings
+                && let Some(line) = &self.line
+            {
+                line.went();
+            }
         }
         let Some(activity) = self.activity.as_ref().filter(|it| self.line.is_none() && it.is_waiting())
         else {
@@ -571,16 +622,32 @@ impl Passage {
         });
         activity.set_gate(Arc::<InLine>::clone(&line));
         self.line = Some(line);
+        self.uncount();
     }
 
     /// After that.
     pub(super) fn look_again(&mut self) {
+        let begins = mem::take(&mut self.begins);
+        if let Some(activity) = self.activity.as_ref().filter(|_| begins && self.line.is_none()) {
+            let counted = Arc::new(match &self.order {
+                Order::Keyed(hold) => Counted { standing: hold.standing(), key: Some(Arc::clone(&hold.key)) },
+                Order::Keyless(of, number) => Counted { standing: of.standing(*number), key: None },
+            });
+            activity.set_gate(Arc::<Counted>::clone(&counted));
+            self.counted = Some(counted);
+        }
         let goings = self.activity.as_deref().map_or(0, Activity::goings);
-        if mem::take(&mut self.begins)
+        if begins
             || mem::replace(&mut self.goings, goings) != goings
             || self.line.as_ref().is_some_and(|line| line.went() && !off!(WriteWait))
         {
             self.count_anew();
+        }
+    }
+
+    fn uncount(&mut self) {
+        if let (Some(activity), Some(counted)) = (&self.activity, self.counted.take()) {
+            activity.remove_gate(&counted);
         }
     }
 
@@ -597,6 +664,7 @@ impl Passage {
 /// Another connection, to which it may be handed over, need not be this layer's.
 impl Drop for Passage {
     fn drop(&mut self) {
+        self.uncount();
         if let (Some(activity), Some(line)) = (&self.activity, &self.line) {
             activity.remove_gate(line);
         }

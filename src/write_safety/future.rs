@@ -458,8 +458,14 @@ where
             if self.parts.current.activity.is_waiting() {
                 self.stand_in_line();
             }
-            if let Some(line) = self.line.as_deref().filter(|_| !first && !self.called) {
-                line.went_meanwhile(&self.parts.current.activity, &mut self.goings);
+            if !first && !self.called {
+                // What went since it was polled last, on a task of its own, was counted at that moment.
+                let goings = self.parts.current.activity.goings();
+                if mem::replace(&mut self.goings, goings) != goings
+                    && let Some(line) = &self.line
+                {
+                    line.went();
+                }
             }
             // The attempt itself first: what it says is better evidence than any check's.
             let polled = attempt.as_mut().as_pin_mut().map(|future| poll_or_last(future, last, cx));
@@ -484,10 +490,8 @@ where
                 }
             }
 
-            if begun && attempt.is_some() && !self.parts.current.activity.is_with_somebody() {
-                // A service in between holds it back.
-                self.parts.current.activity.waits();
-                self.stand_in_line();
+            if begun && attempt.is_some() {
+                self.stays();
             }
 
             if attempt.is_some() && !self.timed_out {
@@ -1001,7 +1005,7 @@ where
             && let Some(above) = &self.parts.above
         {
             // It goes later than it was counted there, too.
-            above.activity.ask_the_gates(|gate| gate.opens());
+            above.activity.ask_the_gates();
             if above.activity.has_ended() {
                 let error = CallError::attempt_timeout(Delivery::NotSent);
                 let error = error.of_request(&request, self.parts.effect).with_attempt(None);
@@ -1103,6 +1107,30 @@ where
         }
     }
 
+    /// Its first poll has left it where it is: it may go from there, or once more, on a task of its own.
+    fn stays(&mut self) {
+        let activity = &self.parts.current.activity;
+        if !activity.is_with_somebody() {
+            // A service in between holds it back.
+            activity.waits();
+            return self.stand_in_line();
+        }
+        if self.line.is_some() {
+            return;
+        }
+        let conflicts = &self.parts.lane.shared.conflicts;
+        let standing = match &self.parts.hold {
+            Some(hold) => hold.standing(),
+            None if self.is_counted() => conflicts.standing(self.sequence),
+            None => return,
+        };
+        let goings = activity.set_order(standing);
+        if mem::replace(&mut self.goings, goings) != goings {
+            // On another thread, just before that.
+            self.look_as_it_begins();
+        }
+    }
+
     /// What waits for a connection goes out later than it was counted: whoever gives it to one asks the order of writes
     /// at that moment.
     #[cold]
@@ -1125,7 +1153,7 @@ where
             None => return,
         };
         let line = Arc::new(line.not_beside(beside));
-        self.parts.current.activity.set_gate(Arc::<InLine>::clone(&line));
+        self.parts.current.activity.set_own_gate(Arc::<InLine>::clone(&line));
         self.line = Some(line);
     }
 

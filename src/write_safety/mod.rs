@@ -76,6 +76,7 @@ use std::{
 use tokio::time::Instant;
 use tower::Service;
 
+pub(crate) use self::conflicts::Place;
 use self::{
     account::Account,
     conflicts::{Conflicts, Hold, Order, Passage},
