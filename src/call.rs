@@ -734,8 +734,8 @@ pub(crate) trait Gate: fmt::Debug + Send + Sync {
 
 /// The order of a layer's writes.
 pub(crate) trait WriteOrder: fmt::Debug + Send + Sync {
-    /// A write with that place, and a key or none, goes now: later than it was counted, or once more. It counts anew, but keeps its
-    /// place.
+    /// A write with that place, and a key or none, goes now: later than it was counted, or once more. It counts anew, but
+    /// keeps its place.
     fn goes(&self, key: Option<(&Arc<str>, EntryId)>, place: Place);
 }
 

@@ -703,26 +703,10 @@ async fn what_a_service_in_between_hands_over_again_counts_anew() {
     }
 }
 
-/// Gives what it is given on at once, and waits for it on a task of its own.
-#[derive(Clone)]
-struct OnATask<S>(S);
-
-impl<S> Service<Req> for OnATask<S>
-where
-    S: Service<Req, Response = Res, Error = CallError, Future: Send + 'static>,
-{
-    type Response = Res;
-    type Error = CallError;
-    type Future = Answer;
-
-    fn poll_ready(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), CallError>> {
-        self.0.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Req) -> Answer {
-        let answer = tokio::spawn(self.0.call(request));
-        Box::pin(async move { answer.await.unwrap() })
-    }
+/// Waits for an answer on a task of its own.
+fn on_a_task(answer: Answer) -> Answer {
+    let answer = tokio::spawn(answer);
+    Box::pin(async move { answer.await.unwrap() })
 }
 
 /// W1 is with a connection, which holds it back or hands it back, and goes once W2 was lost. It is waited for on a task, so
@@ -762,7 +746,7 @@ async fn what_goes_later_on_a_task_of_a_service_in_between_counts_when_it_goes()
             };
             lab.write(lands(&lab, 2));
             let below = BoxCloneService::new(lab.connection());
-            let service = safety.clone().layer(OnATask(hands_over_again(true, below)));
+            let service = safety.clone().layer(hands_over_again(true, below).map_future(on_a_task));
             let deadline = DeadlineLayer::new(30 * SECOND);
             let around = match outer {
                 Some(outer) => BoxCloneService::new(deadline.layer(outer.layer(service.clone()))),
