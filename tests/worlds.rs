@@ -3,27 +3,34 @@
 //!
 //! The simulator (`tests/simulation`) has the real stack, processes and wires, and wants to be optimized. This has less
 //! of a world and more of the layer, and runs with the other tests: nested layers, gateways whose connections are whole
-//! stacks, several stacks with one ledger, a ledger elsewhere that fails, hangs, or has done what it failed at, checks that
+//! stacks, services in between that hold calls back, give them up, go on with them on tasks and hand them over again, several stacks with one ledger, a ledger elsewhere that fails, hangs, or has done what it failed at, checks that
 //! panic, connections that mark nothing or are dead when they come, callers that leave after any poll.
 //! What is declared falsely must be found out.
 //!
 //! - `GOAROUND_WORLDS=n` flies n seeds, 2,000 by default; `GOAROUND_FROM=s` begins with that seed.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    mem,
+    sync::{Arc, Mutex},
+    task::{Context, Poll},
+};
 
 use goaround::{
-    BoxError, DeadlineLayer, Event, ReconnectLayer, RetryReadOnly, WriteSafetyLayer,
-    write_safety::ledger::MemoryLedger,
+    BoxError, Call, CallError, DeadlineLayer, Delivery, Event, ReconnectLayer, RetryReadOnly,
+    WriteSafetyLayer, write_safety::ledger::MemoryLedger,
 };
-use tokio::time::sleep;
-use tower::{Layer, service_fn, util::BoxCloneService};
+use tokio::time::{sleep, timeout};
+use tower::{Layer, Service, ServiceExt, service_fn, util::BoxCloneService};
 
 mod lab;
 #[path = "lab/worlds.rs"]
 mod worlds;
 
 use lab::ms;
-use worlds::{Boxed, Client, Connection, Frame, Ledgers, Options, Sender, World, brings, seeds, wrong_in};
+use worlds::{
+    Answer, Boxed, Client, Connection, Frame, Ledgers, Options, Passed, Req, Sender, World, brings, seeds,
+    wrong_in,
+};
 
 /// What is not so, to see whether that is noticed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,6 +53,27 @@ struct Plan {
     nest: u32,   // 1: refuse() around it, 2: one with the same check around it, 3: retries around it
     /// What is around all that, from the inside out.
     around: Vec<Around>,
+    /// What is between write safety and its connections.
+    between: Option<Between>,
+}
+
+/// A service that does with calls what it likes.
+#[derive(Clone, Copy, Debug)]
+struct Between {
+    /// It holds some back for a while.
+    holds: bool,
+    /// It hands over once more what was not sent.
+    again: bool,
+    /// It waits for some on a task of its own.
+    on_tasks: bool,
+    /// It gives some up, and those on tasks go on.
+    gives_up: bool,
+}
+
+impl Between {
+    fn draw(rng: &mut fastrand::Rng) -> Self {
+        Self { holds: rng.bool(), again: rng.bool(), on_tasks: rng.bool(), gives_up: rng.bool() }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -77,7 +105,18 @@ fn plan(rng: &mut fastrand::Rng, lie: Option<Lie>) -> Plan {
     if around.iter().any(|around| matches!(around, Around::Gateway)) {
         options.dead = rng.u32(0..90);
     }
+    let between = (rng.u32(0..3) == 0).then(|| Between::draw(rng));
+    if between.is_some() {
+        // Without either, what it hands over later counts as of when it was called.
+        (options.reconnect, options.marks) = (true, true);
+        // There shall be replays, and other writes meanwhile.
+        (options.check, options.quarantine) = (true, Some(rng.u64(200..1_500)));
+        (options.conflict, options.begin) = (rng.u32(0..2), rng.u64(200..3_000));
+        options.deadline = rng.u64(5_000..20_000);
+        options.attempt_timeout = (rng.u32(0..3) == 0).then(|| rng.u64(1_000..6_000));
+    }
     Plan {
+        between,
         writes: rng.u32(1..6),
         store: rng.bool(),
         store_fails: if rng.bool() { 0 } else { rng.u32(0..30) },
@@ -94,7 +133,70 @@ impl Client for World {
     }
 
     fn send(&self, over: Connection<Self>, frame: Arc<Frame>, reply: Sender) {
+        self.state.lock().unwrap().order.push(Passed::Given(frame.put.token));
         brings(over, frame, reply);
+    }
+}
+
+/// That service, and what is below it.
+#[derive(Clone)]
+struct Meddler {
+    world: World,
+    does: Between,
+    below: Boxed,
+}
+
+impl Service<Req> for Meddler {
+    type Response = u32;
+    type Error = CallError;
+    type Future = Answer;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CallError>> {
+        self.below.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Answer {
+        let Self { world, does, .. } = self.clone();
+        let below = self.below.clone();
+        let mut ready = mem::replace(&mut self.below, below.clone());
+        let copy = request.try_clone().filter(|_| does.again);
+        let now_and_then = |does: bool| does && world.chance(40);
+        let answer: Answer = match now_and_then(does.holds) {
+            false => Box::pin(ready.call(request)),
+            true => {
+                let held = world.wait(1_000);
+                Box::pin(async move {
+                    sleep(held).await;
+                    ready.call(request).await
+                })
+            }
+        };
+        let pause = world.wait(500);
+        let answer = async move {
+            match (answer.await, copy) {
+                (Err(error), Some(copy)) if error.delivery() == Delivery::NotSent => {
+                    sleep(pause).await;
+                    below.oneshot(copy).await
+                }
+                (result, _) => result,
+            }
+        };
+        let answer: Answer = match now_and_then(does.on_tasks) {
+            false => Box::pin(answer),
+            true => {
+                let answer = tokio::spawn(answer);
+                Box::pin(async move { answer.await.expect("it does not panic") })
+            }
+        };
+        match now_and_then(does.gives_up) {
+            false => answer,
+            true => {
+                let after = world.wait(1_000);
+                Box::pin(async move {
+                    timeout(after, answer).await.unwrap_or_else(|_| Err(CallError::ambiguous("given up")))
+                })
+            }
+        }
     }
 }
 
@@ -121,7 +223,10 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let sink = move |event: Event<'_>| heard.lock().unwrap().hears(event);
     let ledgers = Ledgers::new(&world, plan.store.then_some(plan.store_fails));
     let layer = ledgers.of(world.layer());
-    let below = world.notes(world.below());
+    let mut below = world.notes(world.below());
+    if let Some(does) = plan.between {
+        below = BoxCloneService::new(Meddler { world: world.clone(), does, below });
+    }
     let stacks: Vec<_> = (0..plan.stacks)
         .map(|number| {
             let layer = match lie {
@@ -166,7 +271,12 @@ async fn fly(seed: u64, lie: Option<Lie>) -> Result<(), String> {
     let state = world.state.lock().unwrap();
     for called in &ends {
         let token = called.token;
-        let over = state.overwritten_by(token, |other| options.touches(token, other));
+        let touches = |other| options.touches(token, other);
+        let over = match plan.between {
+            // It may be handed over there, and not be let go.
+            Some(_) => state.undone_by(token, touches),
+            None => state.overwritten_by(token, touches),
+        };
         let over = over.map(|other| format!("replayed on top of {other}"));
         if let Some(what) = over.or_else(|| state.wrong(options, called, said)) {
             return Err(format!("seed {seed} write {token}: {what}\n{plan:#?}\n{}", state.log.join("\n")));
