@@ -1229,6 +1229,7 @@ impl ActivityState {
         self.taken_over > 0 || self.gone
     }
 
+    #[inline]
     fn is_within_what_ended(&self) -> bool {
         self.above.as_deref().is_some_and(Activity::has_ended)
     }

@@ -186,6 +186,7 @@ impl Conflicts {
     }
 
     /// Whether no other write was handed over after the one without a key that has that number.
+    #[inline]
     pub(super) fn is_last(&self, number: u64) -> bool {
         self.all.load(Ordering::Acquire) == number
     }

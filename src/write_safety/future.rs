@@ -1096,10 +1096,15 @@ where
     /// A connection may send only what is polled, and a caller may poll what it has called only later: what is polled for
     /// the first time counts as handed over now. But it may have been sent then, so that its own replay keeps its place.
     /// It is looked at again once it was polled: another thread may have sent something just before it.
+    #[inline]
     fn look_as_it_begins(&self) {
-        if self.is_last_write() || off!(FirstPoll) {
-            return;
+        if !self.is_last_write() && !off!(FirstPoll) {
+            self.count_anew();
         }
+    }
+
+    #[cold]
+    fn count_anew(&self) {
         match &self.parts.hold {
             Some(hold) => hold.goes_later(),
             None if self.is_counted() => _ = self.parts.lane.shared.conflicts.hand_over(),
@@ -1680,6 +1685,7 @@ impl<S, Req, Res> WriteCall<S, Req, Res> {
     }
 
     /// Whether no write that touches it was handed over since.
+    #[inline]
     fn is_last_write(&self) -> bool {
         let Lane { config, shared, .. } = &*self.parts.lane;
         config.independent_writes

@@ -4,11 +4,7 @@
 
 use std::{sync::Arc as StdArc, task::Wake};
 
-use loom::{
-    model::Builder,
-    sync::{Arc, Condvar},
-    thread,
-};
+use loom::{model::Builder, sync::Condvar, thread};
 use tower::Service;
 
 use super::*;
